@@ -100,8 +100,8 @@ class OuroConfig(PreTrainedConfig):
         """Checks the shape. Runs when a configuration is built or loaded.
 
         Raises:
-            ValueError: for loops below one, query heads that the KV heads do not divide, an odd head dimension
-                or attention that is not full.
+            ValueError: for loops below one, query heads that the KV heads do not divide, an odd head
+                dimension or attention that is not full.
         """
         if self.total_ut_steps < 1:
             raise ValueError(f"total_ut_steps must be at least 1, got {self.total_ut_steps}")
@@ -116,8 +116,8 @@ class OuroConfig(PreTrainedConfig):
         if other or self.use_sliding_window:
             raise ValueError(
                 "Ouro has full attention only: layer_types must all be 'full_attention' and "
-                f"use_sliding_window must be false, got layer types {sorted(set(self.layer_types or ()))} and "
-                f"use_sliding_window={self.use_sliding_window}"
+                f"use_sliding_window must be false, got layer types {sorted(set(self.layer_types or ()))} "
+                f"and use_sliding_window={self.use_sliding_window}"
             )
 
 

@@ -43,6 +43,7 @@ from .rotary import OuroRotaryEmbedding
 
 class OuroPreTrainedModel(PreTrainedModel):
     config: OuroConfig
+    config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
     _supports_flash_attn = True
@@ -64,8 +65,8 @@ def require_no_early_exit(config: OuroConfig) -> None:
     """
     if config.early_exit_threshold != 1.0:
         raise NotImplementedError(
-            f"early_exit_threshold={config.early_exit_threshold} is not implemented: only 1.0 (every token runs "
-            f"all total_ut_steps={config.total_ut_steps} loops). Set early_exit_threshold=1.0, and "
+            f"early_exit_threshold={config.early_exit_threshold} is not implemented: only 1.0 (every token "
+            f"runs all total_ut_steps={config.total_ut_steps} loops). Set early_exit_threshold=1.0, and "
             "total_ut_steps to a smaller number if every token shall run fewer loops."
         )
 

@@ -16,8 +16,8 @@ class OuroRotaryEmbedding(nn.Module):
     """cos and sin of position * inv_freq, inv_freq_i = theta ** (-2i / D).
 
     The frequencies are float32 buffers outside the state dict. ``model.to(bfloat16)`` would round them (at
-    position 10,000 the angle would be off by radians), so :meth:`_apply` keeps them. transformers fills the same
-    two buffers again after a load through the meta device.
+    position 10,000 the angle would be off by radians), so :meth:`_apply` keeps them. transformers fills
+    the same two buffers again after a load through the meta device.
     """
 
     inv_freq: Tensor
