@@ -161,7 +161,7 @@ class Rewriter:
         bodies = [nodes[roll.start + i * roll.length : roll.start + (i + 1) * roll.length] for i in range(roll.repeats)]
         before = [n for n in nodes[: roll.start] if n.op != "placeholder"]
         after = [n for n in nodes[roll.start + roll.repeats * roll.length :] if n.op != "output"]
-        names = {bodies[-1][offset]: f"body{offset}" for offset in roll.exported}
+        names = {bodies[-1][offset]: name for offset, name in _result_names(roll).items()}
         stages = self._prologue(variant, roll, before, after)
         stages += self._bodies(variant, roll, bodies)
         stages += self.tail(after, names, variant, "epilogue")
@@ -179,12 +179,17 @@ class Rewriter:
         return [self.stage("prologue", before, outputs, {}, variant, out_names=out_names)]
 
     def _bodies(self, variant: str, roll: Roll, bodies: list[list[fx.Node]]) -> list[Stage]:
-        first = bodies[0]
-        names = {slot.initial: f"carry{number}" for number, slot in enumerate(roll.carried)}
-        outputs = [first[slot.offset] for slot in roll.carried] + [first[offset] for offset in roll.exported]
-        out_names = [f"carry{number}" for number in range(len(roll.carried))]
-        out_names += [f"body{offset}" for offset in roll.exported]
-        markers = [node for node in first if is_call(node, SITE)]
+        # The second body is the pattern: it reads carried values from the first one and invariant values from outside,
+        # where the first body may read one and the same node as both.
+        pattern = bodies[1]
+        names = {bodies[0][slot.offset]: f"carry{number}" for number, slot in enumerate(roll.carried)}
+        outputs = [pattern[slot.offset] for slot in roll.carried]
+        out_names = list(names.values())
+        for offset, name in _result_names(roll).items():
+            if name not in out_names:
+                outputs.append(pattern[offset])
+                out_names.append(name)
+        markers = [node for node in pattern if is_call(node, SITE)]
         built: dict[tuple[str, ...], Stage] = {}
         stages = []
         for loop in range(roll.repeats):
@@ -198,10 +203,16 @@ class Rewriter:
                     for number, (marker, site) in enumerate(zip(markers, sites, strict=True))
                 }
                 built[kinds] = self.stage(
-                    name, first, outputs, names, variant, out_names=out_names, sites=planes, stride=roll.period
+                    name, pattern, outputs, names, variant, out_names=out_names, sites=planes, stride=roll.period
                 )
             stages.append(replace(built[kinds], name=name, loop=loop))
         return stages
+
+
+def _result_names(roll: Roll) -> dict[int, str]:
+    """Environment names of what later nodes read of the last body: the carried value where it is one."""
+    carried = {slot.offset: f"carry{number}" for number, slot in enumerate(roll.carried)}
+    return {offset: carried.get(offset, f"body{offset}") for offset in roll.exported}
 
 
 class Rewrite(Pass):

@@ -118,7 +118,7 @@ class _Prover:
 
     def prove(self, start: int) -> Roll:
         """The roll at this start, or NotIsomorphic."""
-        self.carried: dict[tuple[int, fx.Node], Carried] = {}
+        self.carried: dict[int, Carried] = {}
         self.invariant: dict[fx.Node, None] = {}
         for offset in range(self.length):
             twins = [self.nodes[start + i * self.length + offset] for i in range(self.period.repeats)]
@@ -151,8 +151,9 @@ class _Prover:
         if not from_before or self.place[operands[0]] >= start:
             twin = self.nodes[start + offset]
             raise NotIsomorphic(f"{twin.name} reads values that do not line up between loops")
-        initial = operands[0]
-        self.carried.setdefault((carried, initial), Carried(initial, carried))
+        slot = self.carried.setdefault(carried, Carried(operands[0], carried))
+        if slot.initial is not operands[0]:
+            raise NotIsomorphic(f"{slot.initial.name} and {operands[0].name} both start one carried value")
 
     def _exported(self, start: int) -> tuple[int, ...]:
         end = start + self.period.repeats * self.length
