@@ -17,15 +17,14 @@ INACTIVE, DENSE, CAPTURE, CONSUME = 0, 1, 2, 3
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, mass and c_ref for a model of `dtype`: float64 for float64, float32 for everything
-    else.
-    """
+    """The dtype of scores, mass and c_ref for a model of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def allocate_output(q: Tensor) -> Tensor:
-    """The result of an attention op on q [T, H, D]: fresh, contiguous, uninitialised. Fake and real ops both
-    allocate here.
+    """The result of an attention op on q [T, H, D]: fresh, contiguous, uninitialised.
+
+    Fake and real ops both allocate here.
     """
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -35,10 +34,13 @@ class Attention:
     """Queries, the paged pool they look at, and how.
 
     q [T, H, D]; k_pool, v_pool [planes, pages, Hkv, page_size, D]; block_table int32 [sequences, max_pages];
-    the row tensors int32 [T]. Row t reads keys 0 .. row_length[t] - 1 of sequence row_seq[t] in plane `plane
-    + plane_stride * row_loop[t]`; key j lies at pool[plane, block_table[row_seq, j // page_size], :, j %
-    page_size]. A row of length 0 is padding. `window` W > 0 hides the keys before row_position - W + 1.
-    `softcap` c > 0 turns a score s into c * tanh(s / c).
+    the row tensors int32 [T].
+
+    Row t reads keys 0 .. row_length[t] - 1 of sequence row_seq[t] in plane
+    `plane + plane_stride * row_loop[t]`. Key j lies at
+    pool[plane, block_table[row_seq, j // page_size], :, j % page_size]. A row of length 0 is padding.
+    `window` W > 0 hides the keys before row_position - W + 1. `softcap` c > 0 turns a score s into
+    c * tanh(s / c).
     """
 
     q: Tensor

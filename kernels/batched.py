@@ -61,9 +61,7 @@ def consume(
     rows: Sequence[int] | None = None,
     static: bool | None = None,
 ) -> None:
-    """Fill out with O_ref + m * (T - C_ref), where T attends over the captured keys only; inactive rows get
-    zeros.
-    """
+    """Fill out with O_ref + m * (T - C_ref), T over the captured keys only; inactive rows get zeros."""
     _clear(attention, out, rows)
     if attention.rows == 0 or (rows is not None and len(rows) == 0):
         return
@@ -132,7 +130,7 @@ def _clear(attention: Attention, out: Tensor, rows: Sequence[int] | None) -> Non
 
 @dataclass(frozen=True)
 class _Keys:
-    """The gathered keys of a tile: k, v [B, Hkv, N, D] in the compute dtype and their positions int64 [B, N]."""
+    """A tile's keys: k, v [B, Hkv, N, D] in the compute dtype and their positions int64 [B, N]."""
 
     k: Tensor
     v: Tensor
@@ -143,8 +141,8 @@ class _Keys:
 class _Attended:
     """The result for one block of rows, in the compute dtype.
 
-    rows int64 [B, R]; scores, probabilities [B, Hkv, R * group, N]; v [B, Hkv, N, D] and position int64 [B, N] of
-    the block's keys; output [B, R, H, D].
+    rows int64 [B, R]; scores, probabilities [B, Hkv, R * group, N]; v [B, Hkv, N, D] and position int64
+    [B, N] of the keys; output [B, R, H, D].
     """
 
     rows: Tensor
@@ -265,7 +263,7 @@ def _select(scores: Tensor, counts: Tensor, retention: Retention) -> Tensor:
 
 
 def _compact(kept: Tensor, position: Tensor, counts: Tensor, old: Tensor) -> Tensor:
-    """`old` [X, H, C] with the positions of kept [X, H, N] written, ascending, to its first counts [X, 1, 1]."""
+    """`old` [X, H, C] with the positions of kept [X, H, N], ascending, in its first counts [X, 1, 1]."""
     capacity = old.shape[-1]
     rank = kept.cumsum(-1, dtype=torch.int32).long() - 1
     spill = torch.where(kept, rank, capacity).clamp(max=capacity)  # one extra column takes what is not kept

@@ -112,14 +112,14 @@ def check_addresses(
     k_pool: Tensor, block_table: Tensor, row_seq: Tensor, row_position: Tensor, row_plane: Tensor
 ) -> None:
     """CPU only. Raise ValueError for a row whose plane, sequence or position lies outside its table."""
-    _in_range("row_loop (as a plane of the pool)", row_plane, 0, k_pool.shape[0], "planes")
-    _in_range("row_seq", row_seq, 0, block_table.shape[0], "lines of block_table")
+    _in_range("row_loop (as a plane of the pool)", row_plane, 0, k_pool.shape[0], "the planes of the pool")
+    _in_range("row_seq", row_seq, 0, block_table.shape[0], "the lines of block_table")
     _in_range(
         "row_position",
         row_position,
         0,
         _table_keys(k_pool, block_table),
-        "positions in block_table; give it more pages",
+        "the keys that block_table holds per sequence; give it more pages",
     )
 
 
@@ -138,7 +138,7 @@ def check_values(attention: Attention) -> None:
         attention.row_length,
         0,
         keys + 1,
-        f"- 1 = {keys} keys in block_table; give it more pages",
+        f"the block table holds {keys} keys per sequence; give it more pages",
     )
 
 
@@ -153,12 +153,13 @@ def check_row_mode(attention: Attention, row_mode: Tensor) -> None:
         row_mode.device == attention.q.device, f"row_mode is on {row_mode.device}, q on {attention.q.device}"
     )
     if row_mode.device.type == "cpu":
-        _in_range("row_mode", row_mode, 0, CONSUME + 1, "modes")
+        _in_range("row_mode", row_mode, 0, CONSUME + 1, "inactive, dense, capture, consume")
 
 
 def check_capture(attention: Attention, store: Store, retention: Retention, rows: Sequence[int]) -> None:
-    """CPU only. Raise RuntimeError if an active row of `rows` retains more keys than the store can hold, or
-    two share a slot.
+    """CPU only. Raise if an active row of `rows` retains more keys than the store holds, or two share a slot.
+
+    RuntimeError for the count, ValueError for the slots. Slot 0 is the dummy, which anyone may share.
     """
     lengths = attention.row_length.tolist()
     active = [row for row in rows if lengths[row] > 0]
@@ -166,12 +167,11 @@ def check_capture(attention: Attention, store: Store, retention: Retention, rows
         count = retention.count(lengths[row])
         if count > store.capacity:
             raise RuntimeError(
-                f"capture: row {row} with {lengths[row]} visible keys retains {count} keys per head, but "
-                f"the reference store has room "
-                f"for {store.capacity}; raise max_context, which the store's capacity follows, or lower "
-                f"key_retention"
+                f"capture: row {row} with {lengths[row]} visible keys retains {count} keys per head, but the "
+                f"reference store has room for {store.capacity}; raise max_context, which the store's "
+                "capacity follows, or lower key_retention"
             )
-    slots = _active_slots(store, active)
+    slots = [slot for slot in _active_slots(store, active) if slot != 0]
     if len(set(slots)) < len(slots):
         raise ValueError(
             f"capture: active rows share a reference store slot (row_slot {slots}); each needs its own"
@@ -179,9 +179,7 @@ def check_capture(attention: Attention, store: Store, retention: Retention, rows
 
 
 def check_consume(attention: Attention, store: Store, rows: Sequence[int]) -> None:
-    """CPU only. Raise RuntimeError if an active row of `rows` reads a slot that holds no capture of this
-    site.
-    """
+    """CPU only. Raise RuntimeError if an active row of `rows` reads a slot without a capture of this site."""
     lengths = attention.row_length.tolist()
     active = [row for row in rows if lengths[row] > 0]
     slots = _active_slots(store, active)
@@ -190,14 +188,12 @@ def check_consume(attention: Attention, store: Store, rows: Sequence[int]) -> No
         if counts[slot] == 0:
             raise RuntimeError(
                 f"consume before capture: row {row} reads slot {slot}, site {store.site}, which holds no "
-                f"reference; "
-                "run the capture op of this site first"
+                "reference; run the capture op of this site first"
             )
         if not 0 < counts[slot] <= store.capacity:
             raise RuntimeError(
                 f"consume: slot {slot}, site {store.site} has count {counts[slot]}, outside 1 .. capacity "
-                f"{store.capacity}; "
-                "the reference store is corrupt"
+                f"{store.capacity}; the reference store is corrupt"
             )
 
 
@@ -225,7 +221,7 @@ def _in_range(name: str, tensor: Tensor, low: int, high: int, unit: str) -> None
         return
     least, most = (int(x) for x in tensor.aminmax())
     if least < low or most >= high:
-        raise ValueError(f"{name} has values {least} .. {most}, outside {low} .. {high} {unit}")
+        raise ValueError(f"{name} has values {least} .. {most}, outside {low} .. {high - 1}: {unit}")
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -15,8 +15,9 @@ from .arguments import CAPTURE, CONSUME, IMPLEMENTATIONS, Attention, Store, allo
 from .paging import write_rows
 from .retention import Retention
 
-_PLAN_TENSORS = 7
-"""Tensors of `Attention` after q: the two pools, the block table, the four row tensors."""
+_PLAN = ("k_pool", "v_pool", "block_table", "row_seq", "row_position", "row_length", "row_loop")
+_STORE = ("row_slot", "index", "count", "mass", "o_ref", "c_ref")
+"""Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot."""
 
 
 class Implementation(Protocol):
@@ -73,7 +74,7 @@ def kv_write(
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, implementation: str, **settings: Any) -> Tensor:
     chosen = choose(implementation)
-    attention = Attention(q, *tensors, **settings)
+    attention = Attention(q=q, **_named(_PLAN, tensors), **settings)
     _check(attention, k, v)
     _write(attention, k, v)
     out = allocate_output(q)
@@ -130,7 +131,7 @@ def mixed(
     **settings: Any,
 ) -> Tensor:
     chosen = choose(implementation)
-    mode_at = _PLAN_TENSORS + 1  # row_mode follows row_slot
+    mode_at = len(_PLAN) + 1
     row_mode = tensors[mode_at]
     attention, store = _operands(q, tensors[:mode_at] + tensors[mode_at + 1 :], site, settings)
     retention = Retention(retention_num, retention_den)
@@ -159,8 +160,13 @@ def site(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap:
 def _operands(
     q: Tensor, tensors: tuple[Tensor, ...], site: int, settings: dict[str, Any]
 ) -> tuple[Attention, Store]:
-    attention = Attention(q, *tensors[:_PLAN_TENSORS], **settings)
-    return attention, Store(*tensors[_PLAN_TENSORS:], site=site)
+    named = _named(_PLAN + _STORE, tensors)
+    store = Store(site=site, **{name: named.pop(name) for name in _STORE})
+    return Attention(q=q, **named, **settings), store
+
+
+def _named(names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    return dict(zip(names, tensors, strict=True))
 
 
 def _check(attention: Attention, k: Tensor, v: Tensor, store: Store | None = None) -> None:

@@ -24,12 +24,12 @@ GATHERED = 1 << 24
 """Most elements of keys and values gathered for one tile (64 MiB in float32), unless one group needs more."""
 
 SCORES = 1 << 23
-"""Most scores of one block (32 MiB in float32), unless one row has more. Capture holds about eight such tensors."""
+"""Most scores of one block (32 MiB in float32), unless one row has more; capture needs eight times that."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Columns start .. stop-1 of a tile and the gathered keys first .. last-1, outside which they see nothing."""
+    """Columns start .. stop-1 of a tile; outside the gathered keys first .. last-1 they see nothing."""
 
     start: int
     stop: int
@@ -39,8 +39,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Tile:
-    """rows int64 [B, R]: R rows of each of B groups, shortest first; `pages` pages are gathered per group, from
-    `first_page` int64 [B] on.
+    """rows int64 [B, R]: R rows of each of B groups, shortest first; `pages` pages are gathered per group,
+    from `first_page` int64 [B] on.
     """
 
     rows: Tensor
@@ -108,7 +108,7 @@ def _groups(attention: Attention, rows: Sequence[int] | None) -> list[_Group]:
 
 
 def _similar(attention: Attention, groups: list[_Group]) -> Iterator[list[_Group]]:
-    """Cut groups, sorted by pages, where padding would double the work or the gathered keys exceed the budget."""
+    """Cut groups, sorted by pages, where padding would double the work or the keys exceed the budget."""
     elements_per_page = 2 * attention.kv_heads * attention.page_size * attention.head_dim
     tile: list[_Group] = []
     for group in groups:
