@@ -181,7 +181,9 @@ def test_a_rotary_buffer_of_another_size_is_found(saved: Path) -> None:
 def test_where_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was not loaded from files"):
         check_checkpoint(tiny_model("ouro"))
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"
+    ):
         check_checkpoint(tiny_model("ouro"), tmp_path)
     for path in (tmp_path / "nowhere", "./nowhere", "~/no/where"):
         with pytest.raises(FileNotFoundError, match="no model folder at"):
@@ -198,7 +200,7 @@ def test_a_local_path_makes_no_network_call(saved: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(socket, name, refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     load_model(saved)
-    load_tokenizer(saved)
+    assert load_tokenizer(saved)("a").input_ids == [100]
     load_model("tiny:ouro")
     assert check_checkpoint(str(saved)).ok
 

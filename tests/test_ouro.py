@@ -1,4 +1,4 @@
-"""Ouro against its formula, and against itself under caches, padding, saving and attention implementations."""
+"""Ouro against its formula, and against itself: caches, padding, saving, attention implementations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def closed_formula(config: OuroConfig) -> Tensor:
 
 
 def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
-    """x [T, H, D]: each pair (i, i + D/2) is a complex number, turned by position * frequency_i (in float32)."""
+    """x [T, H, D]: each pair (i, i + D/2) is a complex number, turned by position * frequency_i."""
     angles = torch.arange(x.shape[0], dtype=torch.float32)[:, None] * frequencies  # [T, D/2]
     turn = torch.complex(angles.cos().double(), angles.sin().double())[:, None]
     first, second = x.chunk(2, dim=-1)
@@ -298,7 +298,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def published(tmp_path: Path, model: OuroForCausalLM) -> Path:
-    """A folder like the published ones: config.json names remote code, all token ids are 0, one file of tensors."""
+    """A folder like the published ones: config.json names remote code and all token ids are 0."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(ids))

@@ -103,7 +103,9 @@ def test_published_presets() -> None:
 
 
 def test_unknown_names_say_what_is_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown tiny model 'ouros'; known: ouro, dory, hrm-text\. Did you"):
+    with pytest.raises(
+        ValueError, match=r"unknown tiny model 'ouros'; known: ouro, dory, hrm-text\. Did you"
+    ):
         load_model("tiny:ouros")
     with pytest.raises(ValueError, match=r"unknown preset 'gpt'; known: ouro-1\.4b"):
         preset_config("gpt")
