@@ -19,7 +19,7 @@ from transformers import (
 
 from .ouro import OuroConfig, OuroForCausalLM, OuroModel
 from .presets import tiny_model
-from .tokenizer import tiny_tokenizer
+from .tokenizer import ByteTokenizer, ByteTokenizerOwner, tiny_tokenizer
 
 TINY_PREFIX = "tiny:"
 _LISTED = 8  # tensor names that an error message spells out
@@ -30,10 +30,11 @@ class CheckpointError(ValueError):
 
 
 def register() -> None:
-    """Makes transformers' Auto classes know ``model_type`` "ouro". Calling it again changes nothing."""
+    """Makes transformers' Auto classes know Ouro and the byte tokenizer. Calling it again changes nothing."""
     AutoConfig.register("ouro", OuroConfig, exist_ok=True)
     AutoModel.register(OuroConfig, OuroModel, exist_ok=True)
     AutoModelForCausalLM.register(OuroConfig, OuroForCausalLM, exist_ok=True)
+    AutoTokenizer.register(ByteTokenizerOwner, tokenizer_class=ByteTokenizer, exist_ok=True)
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -73,11 +74,12 @@ def load_with_info(
     """(model, transformers' loading report), without judging the report. Safetensors only."""
     register()
     name, found = source_options(name_or_path)
+    wanted = resolve_dtype(dtype) or "auto"
     options = {"trust_remote_code": False, "use_safetensors": True, **found, **options}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=resolve_dtype(dtype) or "auto",
+            dtype=wanted,
             ignore_mismatched_sizes=True,  # collected in the report, with everything else that is wrong
             output_loading_info=True,
             **options,

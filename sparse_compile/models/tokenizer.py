@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedConfig
 
 TINY_VOCAB_SIZE = 272  # pad, eos, unk, 256 bytes, and 13 spare ids so that the size is a multiple of 16
 FIRST_BYTE_ID = 3
@@ -32,6 +32,12 @@ class ByteTokenizer(ByT5Tokenizer):
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
         return [0] * (len(token_ids_0) + len(token_ids_1 or []))
+
+
+class ByteTokenizerOwner(PreTrainedConfig):
+    """AutoTokenizer finds a tokenizer class by the configuration it is registered for. No model has this one."""
+
+    model_type = "sparse_compile_bytes"
 
 
 def tiny_tokenizer(**options: Any) -> ByteTokenizer:

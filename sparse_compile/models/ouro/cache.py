@@ -24,8 +24,8 @@ def ensure_slots(cache: Cache, slots: int) -> None:
     if len(cache.layers) == 0 or int(cache.get_seq_length()) > 0:
         raise ValueError(
             f"the cache has {len(cache.layers)} slots and {int(cache.get_seq_length())} tokens, but this "
-            f"model needs {slots} slots (total_ut_steps x num_hidden_layers). Pass a fresh cache made from this "
-            "model's config."
+            f"model needs {slots} slots (total_ut_steps x num_hidden_layers). Pass a fresh cache made from "
+            "this model's config."
         )
     first = cache.layers[0]
     cache.layers.extend(copy.deepcopy(first) for _ in range(slots - len(cache.layers)))
