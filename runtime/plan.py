@@ -25,7 +25,7 @@ class Segment:
 
     tokens: Sequence[int]
     start: int  # position of the first token
-    pages: Sequence[int]  # of the whole sequence
+    pages: Sequence[int] | torch.Tensor  # of the whole sequence; int32 on the host is fastest
     prefix_length: int = (
         0  # so many tokens at the beginning of the sequence see each other in both directions
     )
@@ -58,21 +58,17 @@ class RowPlan:
     Inactive padding rows are 0 in every row_ field: they write to page 0 and slot 0 only.
     """
 
-    block_table: (
-        torch.Tensor
-    )  # int32 [1 + sequences, longest]; line 0: dummy; unused entries: page 0
+    block_table: torch.Tensor  # int32 [1 + sequences, longest]; unused entries, line 0: page 0
     row_seq: torch.Tensor  # int32 [T]: line of block_table
     row_position: torch.Tensor  # int32 [T]: where k and v of the row are written
     row_length: torch.Tensor  # int32 [T]: visible keys, the first of the sequence; 0: inactive row
     row_loop: torch.Tensor  # int32 [T]: loop depth at which the step starts the row
     row_slot: torch.Tensor  # int32 [T]: slot of the reference store; 0: dummy
-    row_mode: (
-        torch.Tensor
-    )  # int32 [T]: 0 inactive, 1 dense, 3 sparse; a site's own mode is mode_at(site.kind)
+    row_mode: torch.Tensor  # int32 [T]: 0 inactive, 1 dense, 3 sparse; a site's own: mode_at(site.kind)
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]: row_position for the model
     logit_rows: torch.Tensor  # int64 [n]: rows whose logits are needed, in the order of the segments
-    kind: ProgramKind  # the program variant that runs it: "dense" or "sparse" when all its rows are, else "mixed"
+    kind: ProgramKind  # the program variant that runs it: what all active rows are, or "mixed"
     max_length: int  # visible keys of the longest row, known to the host
     leases: tuple[Lease, ...]  # of the sparse rows, in the order of the rows
 
@@ -169,8 +165,10 @@ def _rows_of(segment: Segment, line: int) -> Iterator[tuple[int, ...]]:
 def _block_table(segments: Sequence[Segment]) -> torch.Tensor:
     """int32 [1 + sequences, pages of the longest], page 0 where a sequence has no page."""
     width = max((len(segment.pages) for segment in segments), default=1)
-    lines = [[0] * width] + [[*segment.pages] + [0] * (width - len(segment.pages)) for segment in segments]
-    return torch.tensor(lines, dtype=torch.int32)
+    table = torch.zeros((1 + len(segments), width), dtype=torch.int32)
+    for line, segment in zip(table[1:], segments, strict=True):
+        line[: len(segment.pages)] = torch.as_tensor(segment.pages, dtype=torch.int32)
+    return table
 
 
 def _kind(segments: Sequence[Segment]) -> ProgramKind:

@@ -225,12 +225,12 @@ class ReferenceStore:
         if known != list(range(1, self.slots)):
             raise RuntimeError(
                 f"reference store broken: {len(self._free)} free + {len(leased)} leased + "
-                f"{len(self._retired)} outstanding slots are not the {self.usable_slots} usable slots, each once"
+                f"{len(self._retired)} outstanding are not the {self.usable_slots} usable slots, each once"
             )
         wrong = [number for number in self._free if self._slots[number].state is not SlotState.EMPTY]
         wrong += [number for number in self._retired if self._slots[number].state is not SlotState.RETIRED]
-        uncleared = self.valid.to(torch.int32) + self.count.abs().sum(-1)
-        wrong += [number for number in self._free if uncleared.tolist()[number]]
+        uncleared = (self.valid | (self.count != 0).any(-1)).tolist()
+        wrong += [number for number in self._free if uncleared[number]]
         if wrong or bool(self.valid[0]):
             raise RuntimeError(f"reference store broken: slots {wrong or [0]} do not look like what they are")
 

@@ -87,6 +87,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    page_row: torch.Tensor | None = None  # the same, int32 on the host, for block tables
     lease: Lease | None = None
     last_token_at: float = 0.0
     _ids: torch.Tensor | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sparse_compile.runtime.accounting import SiteLike
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.plan import Segment
@@ -98,7 +100,7 @@ class Scheduler:
         return Segment(
             tokens=request.tokens[start : start + work.rows],
             start=start,
-            pages=request.pages,
+            pages=request.pages if request.page_row is None else request.page_row,
             prefix_length=request.params.prefix_length,
             decode=request.decoding,
             sparse=sparse,
@@ -134,6 +136,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.pages = self.pool.allocate(self.pool.spec.pages_for(request.max_length))
+        request.page_row = torch.tensor(request.pages, dtype=torch.int32)
         if self.store is not None:
             request.lease = self.store.acquire(request.id, 0)
         request.state = RequestState.RUNNING
@@ -149,7 +152,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
-        request.pages = []
+        request.pages, request.page_row = [], None
         if self.store is not None and request.lease is not None:
             self.store.retire(request.lease)
             request.lease = None

@@ -1,8 +1,10 @@
-"""A deterministic model for the tests of the runtime: it has no weights, but reads and writes the pools like one.
+"""A deterministic model for the tests of the runtime: it has no weights, but reads and writes the pools like
+one.
 
-Layer 1 writes each row's token into the k pool and a digest of the tokens it sees into the v pool. A sparse row then
-captures the positions of the keys it retains into its slot, and consumes them from there. The logits are drawn from
-a generator that is seeded with the digests the row sees. `oracle` computes the same from the tokens alone.
+Layer 1 writes each row's token into the k pool and a digest of the tokens it sees into the v pool. A sparse
+row then captures the positions of the keys it retains into its slot, and consumes them from there. The logits
+are drawn from a generator that is seeded with the digests the row sees. `oracle` computes the same from the
+tokens alone.
 """
 
 from __future__ import annotations
@@ -119,17 +121,24 @@ def oracle(
 
 
 def make_engine(
-    pages: int = 33, slots: int = 9, sparse: bool = True, page_size: int = 4, **options: object
+    pages: int = 33,
+    slots: int = 9,
+    sparse: bool = True,
+    page_size: int = 4,
+    capacity: int | None = None,
+    **options: object,
 ) -> tuple[Engine, FakeExecutor]:
     """An engine over poisoned pools."""
     pool = KVPool(KVSpec(1, 1, 1, page_size, torch.float64), pages, "cpu")
     pool.k_pool.fill_(torch.nan)
     pool.v_pool.fill_(torch.nan)
-    settings = dict(max_context=64, prefill_chunk=5, max_rows=16, sites=SITES, debug=True) | options
+    defaults = {"max_context": 64, "prefill_chunk": 5, "max_rows": 16, "sites": SITES, "debug": True}
+    settings: dict[str, object] = defaults | options
     store = None
     if sparse:
         settings.setdefault("retention", RETENTION)
-        capacity = StoreSpec.capacity_for(int(str(settings["max_context"])), RETENTION)
+        if capacity is None:
+            capacity = StoreSpec.capacity_for(settings["max_context"], settings["retention"])  # type: ignore[arg-type]
         store = ReferenceStore(StoreSpec(1, 1, 1, capacity, torch.float64), slots, "cpu")
         poison(store)
     executor = FakeExecutor(pool, store)

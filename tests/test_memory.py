@@ -38,10 +38,16 @@ def test_what_fits_passes() -> None:
 
 def test_what_does_not_fit_names_the_settings() -> None:
     settings = {"max_context": 4096, "max_batch": 8, "key_retention": 0.1, "page_size": 16}
-    with pytest.raises(ValueError, match="3.00 GiB") as caught:
+    with pytest.raises(ValueError, match=r"3\.00 GiB") as caught:
         memory.check_fits({"KV pool": 2 * 2**30, "reference store": 2**30}, "cpu", settings, free=2 * 2**30)
     message = str(caught.value)
-    for part in ("KV pool 2.00 GiB", "reference store 1.00 GiB", "1.80 GiB", "max_context=4096", "max_batch=8"):
+    for part in (
+        "KV pool 2.00 GiB",
+        "reference store 1.00 GiB",
+        "1.80 GiB",
+        "max_context=4096",
+        "max_batch=8",
+    ):
         assert part in message
     assert "key_retention=0.1" in message
     assert "page_size=16" in message
