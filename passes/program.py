@@ -157,6 +157,13 @@ class Program:
         return len({site.store_site for site in self.sites if site.store_site is not None})
 
     @property
+    def vocabulary(self) -> int:
+        """Number of logits per row."""
+        output = self.traced.graph.output_node().args[0]
+        assert isinstance(output, fx.Node)
+        return int(output.meta["val"].shape[-1])
+
+    @property
     def sparse(self) -> bool:
         return any(site.kind == "consume" for site in self.sites)
 

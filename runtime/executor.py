@@ -31,8 +31,12 @@ class Executor:
         """
         variant = self.variant(plan)
         environment = self.environment(plan)
-        for stage in variant.stages:
+        *layers, head = variant.stages
+        for stage in layers:
             run_stage(stage, environment, plan)
+        if plan.logit_rows.shape[0] == 0:  # a chunk inside a prompt
+            return torch.empty(0, self.program.vocabulary, dtype=self.state["k_pool"].dtype, device=plan.row_seq.device)
+        run_stage(head, environment, plan)
         return environment["logits"][:, 0]
 
     def variant(self, plan: RowPlan) -> Variant:

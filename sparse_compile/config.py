@@ -34,6 +34,7 @@ class SparseConfig:
     enabled: False runs everything dense (to compare, or as an off-switch).
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
+    roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     validate: compare the compiled program with the model's own forward before it is returned.
     roll: False keeps the loop unrolled: every loop has graph code of its own (to compare, or to find a
     fault).
@@ -51,6 +52,7 @@ class SparseConfig:
     enabled: bool = True
     page_size: int = 16
     prefill_chunk: int = 512
+    roll: bool = True
     validate: bool = True
     roll: bool = True
     progress: bool | None = True

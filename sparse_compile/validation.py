@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sparse_compile.errors import ValidationError
+from sparse_compile.passes.attention import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 PROMPT_TOKENS, NEW_TOKENS = 13, 4
 
 # Largest accepted ||ours - own|| / ||own|| of the logits. Both sides compute the same function in the same dtype in a
-# different order of additions, over up to a hundred layer calls; a program that computes something else is off by
-# a share of the logits themselves. Measured on the models of the test suite: float32 below 2e-6, bfloat16 below 2e-2.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# different order of additions; a program that computes something else is off by a share of the logits themselves.
+# float64 models compute their rotary angles in float32, hence 1e-6 and not 1e-12.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+# In half precision a deep loop amplifies rounding by a factor that depends on the model. The model itself shows it: its
+# logits with and without a cache differ by rounding alone. So much of that difference is accepted, up to a ceiling.
+NOISE_FACTOR, CEILING = 4, 0.3
 
 
 class MakesEngine(Protocol):
@@ -43,14 +48,20 @@ def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tens
         output_logits=True,
         return_dict_in_generate=True,
     )
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
-    finally:
-        for module in training:
-            module.training = True
     return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits)
+
+
+def tolerance(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor, own: torch.Tensor) -> float:
+    """The accepted relative error for this model: fixed in float32 and float64, measured in half precision."""
+    base = TOLERANCE[model.dtype]
+    if model.dtype in (torch.float32, torch.float64):
+        return base
+    sequence = torch.cat([prompt[0], tokens.to(prompt.device)])[None]
+    with evaluation_mode(model):
+        uncached = model(input_ids=sequence, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+    return min(CEILING, max(base, NOISE_FACTOR * relative_error(uncached, own)))
 
 
 def program_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> torch.Tensor:
@@ -87,14 +98,15 @@ def validate_program(model: PreTrainedModel, program: Program, make_engine: Make
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator)
-    tokens, own = own_logits(model, prompt.to(model.device))
+    prompt = prompt.to(model.device)
+    tokens, own = own_logits(model, prompt)
     engine = make_engine(1, PROMPT_TOKENS + NEW_TOKENS)
     ours = program_logits(engine, prompt[0].tolist(), tokens.tolist())
-    error, limit = relative_error(ours, own), TOLERANCE[model.dtype]
+    error, limit = relative_error(ours, own), tolerance(model, prompt, tokens, own)
     if not error <= limit:
         raise ValidationError(
             f"the compiled program disagrees with {type(model).__name__}'s own generation: relative error of the "
-            f"logits {error:.2e}, limit {limit:.0e} for {model.dtype}; the model is not compiled. "
+            f"logits {error:.2e}, limit {limit:.1e} for {model.dtype}; the model is not compiled. "
             "Pass validate=False to compile it all the same."
         )
     return error
