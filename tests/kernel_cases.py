@@ -88,7 +88,7 @@ class Case:
 
     def select(self, rows: list[int]) -> Case:
         """Only these rows, over the same pool and store."""
-        at = torch.tensor(rows, device=self.q.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=self.q.device)
         plan = {name: t if name == "block_table" else t[at] for name, t in self.plan.items()}
         store = self.store | {"row_slot": self.store["row_slot"][at]}
         qkv = {name: getattr(self, name)[at] for name in ("q", "k", "v")}

@@ -19,7 +19,6 @@ from kernel_cases import (
     DUMMY_SLOT,
     HEAD_DIMS,
     HEADS,
-    PLANE,
     SITE,
     Case,
     Shape,
@@ -61,7 +60,7 @@ NEAR_TIE = 1e-5
 
 
 def assert_same_store(got: Case, expected: Case) -> None:
-    """All of the store except the dummy slot: integers equal, floats to 1e-10; NaN where nothing was written."""
+    """All of the store but the dummy slot: integers equal, floats to 1e-10, NaN where nothing was written."""
     for name in ("index", "count"):
         assert torch.equal(got.store[name][1:], expected.store[name][1:]), name
     for name in ("mass", "o_ref", "c_ref"):
@@ -155,7 +154,7 @@ def test_ties_go_to_the_lowest_position(device: str, dtype: torch.dtype, seed: i
     mine, theirs = by_batched(case, "capture")[1], by_reference(case, "capture")[1]
     assert torch.equal(mine.store["index"][1:], theirs.store["index"][1:])
     row = case.plan["row_length"].argmax().item()
-    distinct = naive_probabilities(case.to(torch.float64), int(row)).unique(dim=0)
+    distinct = naive_probabilities(case.to(torch.float64), int(row))[:, 0].unique()
     assert distinct.shape[0] < case.plan["row_length"].max()  # the case does tie
 
 
@@ -306,15 +305,13 @@ def test_a_batch_of_padding_alone(implementation: str) -> None:
 
 
 def test_small_budgets_change_only_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one row, tiles of one group: a long prompt's temporaries stay bounded and its result the
-    same.
-    """
+    """Blocks of one row, tiles of one group: a long prompt's temporaries are bounded, its result the same."""
     case = build(Shape(((33, 20), (33, 2), (30, 2), (5, 1), (7, 1)), padding=1))
     expected, theirs = by_batched(case, "capture")
     later = next_loop(theirs)
     consumed = by_batched(later, "consume")[0]
     monkeypatch.setattr(tiles, "SCORES", 200)
-    monkeypatch.setattr(tiles, "GATHERED", 3000)
+    monkeypatch.setattr(tiles, "GATHERED", 2000)
     blocks = [len(tile.blocks) for tile in tiles.host_tiles(case.attention)]
     assert max(blocks) > 5
     assert len(blocks) > 3
@@ -419,4 +416,3 @@ def test_a_pool_beyond_int32_addresses() -> None:
     assert torch.equal(call(large, "capture"), call(small, "capture"))
     later_small, later_large = next_loop(small), replace(next_loop(large), pool=large.pool)
     assert torch.equal(call(later_large, "consume"), call(later_small, "consume"))
-    assert small.pool["k_pool"].shape[0] + 1 > PLANE + 1

@@ -1,4 +1,4 @@
-"""The retained count is exact: against rational arithmetic, for decimals of any length, on host and tensors."""
+"""The retained count is exact: against rational arithmetic, for any decimal, on host and tensors."""
 
 from __future__ import annotations
 
