@@ -83,8 +83,8 @@ class Case:
 
     def copy(self) -> Case:
         """The same inputs in memory of its own for everything that ops write."""
-        cloned = {name: {k: v.clone() for k, v in getattr(self, name).items()} for name in ("pool", "store")}
-        return replace(self, **cloned)
+        pool, store = ({name: t.clone() for name, t in held.items()} for held in (self.pool, self.store))
+        return replace(self, pool=pool, store=store)
 
     def select(self, rows: list[int]) -> Case:
         """Only these rows, over the same pool and store."""
@@ -202,8 +202,8 @@ def _block_table(shape: Shape, generator: torch.Generator) -> tuple[Tensor, int]
 def _rows(shape: Shape, block_table: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Rows in shuffled order, padding among them."""
     rows = [(DUMMY_SEQ, 0, 0)] * shape.padding
-    for sequence, (length, new) in enumerate(shape.sequences, 1):
-        rows += [(sequence, p, length if shape.prefix else p + 1) for p in range(length - new, length)]
+    for line, (end, new) in enumerate(shape.sequences, 1):
+        rows += [(line, p, end if shape.prefix else p + 1) for p in range(end - new, end)]
     order = torch.randperm(len(rows), generator=generator)
     sequence, position, length = torch.tensor(rows, dtype=torch.int32)[order].unbind(1)
     loop = torch.randint(0, shape.loops, (len(rows),), generator=generator, dtype=torch.int32)

@@ -8,6 +8,7 @@ and no more.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ steady = settings(
     max_examples=10, deadline=None, derandomize=True
 )  # thresholds on rounding: same inputs each run
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
-ROUNDING = {"rtol": 0.0, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
+ROUNDING: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 MARGIN = {
     # Eager sums are themselves lucky or unlucky by a few ulps. Outputs stay below 8 in size, where half an
     # ulp of float32 is 2.4e-7; sums over at most 33 keys of 96 dimensions lose a few of those.

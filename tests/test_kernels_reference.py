@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from kernel_cases import (
 from sparse_compile.kernels import compute_dtype, reference
 
 quick = settings(max_examples=15, deadline=None)
-EXACT = {"rtol": 0.0, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 
 
 def torch_attention(case: Case) -> torch.Tensor:
