@@ -11,18 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import (
-    BOTH,
-    GARBAGE,
-    SITE,
-    Case,
-    Shape,
-    arguments,
-    bits,
-    build,
-    call,
-    next_loop,
-)
+from kernel_cases import BOTH, GARBAGE, SITE, Case, Shape, arguments, bits, build, call, next_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_compile.kernels import ops

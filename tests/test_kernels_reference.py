@@ -11,21 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import (
-    SITE,
-    Case,
-    Shape,
-    build,
-    call,
-    kept_keys,
-    live_rows,
-    naive_consume,
-    naive_dense,
-    naive_probabilities,
-    next_loop,
-    row_operands,
-    shapes,
-)
+from kernel_cases import SITE, Case, Shape, build, call, live_rows, next_loop, shapes
+from kernel_oracle import kept_keys, naive_consume, naive_dense, naive_probabilities, row_operands
 
 from sparse_compile.kernels import compute_dtype, reference
 
