@@ -173,8 +173,8 @@ def _gather(attention: Attention, tile: Tile) -> _Keys:
     plane = attention.row_plane[lead][:, None, None]
     head = torch.arange(attention.kv_heads, device=device)[None, :, None]
     shape = (lead.shape[0], attention.kv_heads, tile.pages * page_size, attention.head_dim)
-    k = attention.k_pool[plane, page[:, None, :], head].view(shape).to(attention.compute_dtype)
-    v = attention.v_pool[plane, page[:, None, :], head].view(shape).to(attention.compute_dtype)
+    k = attention.k_pool[plane, page[:, None, :], head].reshape(shape).to(attention.compute_dtype)
+    v = attention.v_pool[plane, page[:, None, :], head].reshape(shape).to(attention.compute_dtype)
     offset = torch.arange(page_size, device=device)
     position = (page_number[:, :, None] * page_size + offset).flatten(1)  # [B, N]
     unseen = (position >= ends[:, None]) | (position < firsts[:, None])
@@ -188,7 +188,7 @@ def _attend(attention: Attention, tile: Tile, keys: _Keys, block: Block) -> _Att
     seen = slice(block.first, block.last)
     k, v, position = keys.k[:, :, seen], keys.v[:, :, seen], keys.position[:, seen]
     q = attention.q[rows].to(attention.compute_dtype)  # [B, R, H, D]
-    q = q.view(b, r, attention.kv_heads, attention.group, attention.head_dim)
+    q = q.reshape(b, r, attention.kv_heads, attention.group, attention.head_dim)
     q = q.transpose(1, 2).reshape(b, attention.kv_heads, r * attention.group, attention.head_dim)
     scores = _soft_cap(attention, (q @ k.transpose(2, 3)).mul_(attention.scale))
     length, first = attention.row_length[rows].long(), attention.row_first[rows]  # [B, R]
@@ -203,7 +203,7 @@ def _attend(attention: Attention, tile: Tile, keys: _Keys, block: Block) -> _Att
 def _heads_last(attention: Attention, stacked: Tensor, r: int) -> Tensor:
     """[B, Hkv, R * group, X] -> [B, R, H, X]."""
     b, _, _, x = stacked.shape
-    apart = stacked.view(b, attention.kv_heads, r, attention.group, x)
+    apart = stacked.reshape(b, attention.kv_heads, r, attention.group, x)
     return apart.transpose(1, 2).reshape(b, r, attention.heads, x)
 
 
@@ -231,16 +231,16 @@ def _store_reference(
     mass = _heads_last(attention, share.sum(-1, keepdim=True), r)  # [B, R, H, 1]
     c_ref = _heads_last(attention, share @ attended.v, r) / mass
     flat = (b * r, attention.heads)
-    store.mass[slot, store.site] = mass.view(flat)
-    store.c_ref[slot, store.site] = c_ref.view(*flat, -1)
-    store.o_ref[slot, store.site] = output.view(*flat, -1)
+    store.mass[slot, store.site] = mass.reshape(flat)
+    store.c_ref[slot, store.site] = c_ref.reshape(*flat, -1)
+    store.o_ref[slot, store.site] = output.reshape(*flat, -1)
     store.count[slot, store.site] = counts.flatten().to(store.count.dtype)
     old = store.index[slot, store.site]  # [B * R, H, C], kept where capture has nothing to say
     position = attended.position[:, None, None].expand(kept.shape)
     store.index[slot, store.site] = _compact(
         _heads_last(attention, kept, r).flatten(0, 1),
         _heads_last(attention, position, r).flatten(0, 1),
-        counts.view(-1, 1, 1),
+        counts.reshape(-1, 1, 1),
         old,
     )
 

@@ -1,8 +1,8 @@
-"""Random inputs for the attention ops, and an oracle that shares no code with them.
+"""Random inputs for the attention ops.
 
-A `Case` holds what an op takes plus the keys and values of each sequence in plain [length, Hkv, D] tensors,
-from which the oracles compute. Everything that no row may read is poisoned: pages with NaN, unused block
-table entries and unused store entries with absurd numbers.
+A `Case` holds what an op takes, and the keys and values of each sequence in plain [length, Hkv, D] tensors, from
+which the oracles compute. Everything that no row may read is poisoned: pages with NaN, unused block table entries
+and unused store entries with absurd numbers.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Case:
 
     def copy(self) -> Case:
         """The same inputs in memory of its own for everything that ops write."""
-        cloned = {name: {k: v.clone() for k, v in getattr(self, name).items()} for name in ("pool", "store")}
-        return replace(self, **cloned)
+        pool, store = ({name: t.clone() for name, t in held.items()} for held in (self.pool, self.store))
+        return replace(self, pool=pool, store=store)
 
     def select(self, rows: list[int]) -> Case:
         """Only these rows, over the same pool and store."""
-        at = torch.tensor(rows, device=self.q.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=self.q.device)
         plan = {name: t if name == "block_table" else t[at] for name, t in self.plan.items()}
         store = self.store | {"row_slot": self.store["row_slot"][at]}
         qkv = {name: getattr(self, name)[at] for name in ("q", "k", "v")}
@@ -202,8 +202,8 @@ def _block_table(shape: Shape, generator: torch.Generator) -> tuple[Tensor, int]
 def _rows(shape: Shape, block_table: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Rows in shuffled order, padding among them."""
     rows = [(DUMMY_SEQ, 0, 0)] * shape.padding
-    for sequence, (length, new) in enumerate(shape.sequences, 1):
-        rows += [(sequence, p, length if shape.prefix else p + 1) for p in range(length - new, length)]
+    for line, (end, new) in enumerate(shape.sequences, 1):
+        rows += [(line, p, end if shape.prefix else p + 1) for p in range(end - new, end)]
     order = torch.randperm(len(rows), generator=generator)
     sequence, position, length = torch.tensor(rows, dtype=torch.int32)[order].unbind(1)
     loop = torch.randint(0, shape.loops, (len(rows),), generator=generator, dtype=torch.int32)
@@ -277,62 +277,8 @@ def next_loop(case: Case, seed: int = 1) -> Case:
     return later
 
 
-def row_operands(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """q [H, D]; all keys and values [N, H, D] that the row's length covers, heads repeated; the first key of
-    its window.
-    """
-    length, position = int(case.plan["row_length"][row]), int(case.plan["row_position"][row])
-    first = max(0, position - case.shape.window + 1) if case.shape.window else 0
-    at = plane_of(case, row), int(case.plan["row_seq"][row])
-    group = case.shape.heads[0] // case.shape.heads[1]
-    k, v = (x[at][:length].repeat_interleave(group, dim=1) for x in (case.keys, case.values))
-    return case.q[row], k, v, first
-
-
-def naive_probabilities(case: Case, row: int) -> Tensor:
-    """p [N, H] in the case's own dtype, by the textbook formula."""
-    q, k, _, first = row_operands(case, row)
-    scores = (k * q).sum(-1) * case.scale
-    if case.shape.softcap:
-        scores = case.shape.softcap * torch.tanh(scores / case.shape.softcap)
-    scores[:first] = -torch.inf
-    weights = (scores - scores.max(0).values).exp()
-    return weights / weights.sum(0)
-
-
-def naive_dense(case: Case) -> Tensor:
-    """O [T, H, D] in the case's own dtype: what eager code of that dtype computes."""
-    out = torch.zeros_like(case.q)
-    for row in live_rows(case):
-        out[row] = (naive_probabilities(case, row)[..., None] * row_operands(case, row)[2]).sum(0)
-    return out
-
-
-def naive_consume(case: Case) -> Tensor:
-    """O_ref + m * (T - C_ref) [T, H, D] in the case's own dtype, from the store as it stands."""
-    out = torch.zeros_like(case.q)
-    for row in live_rows(case):
-        slot = int(case.store["row_slot"][row])
-        _, _, v, _ = row_operands(case, row)
-        p = naive_probabilities(case, row)
-        kept = torch.zeros_like(p, dtype=torch.bool)
-        for head in range(p.shape[1]):
-            kept[kept_keys(case, row, head), head] = True
-        p = torch.where(kept, p, 0)
-        p = p / p.sum(0)
-        over_kept = (p[..., None] * v).sum(0)
-        o_ref, c_ref, mass = (case.store[x][slot, SITE].to(p.dtype) for x in ("o_ref", "c_ref", "mass"))
-        out[row] = o_ref + mass[:, None] * (over_kept - c_ref)
-    return out
-
-
 def live_rows(case: Case) -> list[int]:
     return [row for row, length in enumerate(case.plan["row_length"].tolist()) if length > 0]
-
-
-def kept_keys(case: Case, row: int, head: int) -> Tensor:
-    slot = int(case.store["row_slot"][row])
-    return case.store["index"][slot, SITE, head, : int(case.store["count"][slot, SITE])].long()
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ and no more.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,27 +16,18 @@ from hypothesis import given, settings
 from kernel_cases import (
     BOTH,
     DEVICES,
-    DUMMY_PAGE,
-    DUMMY_SLOT,
     HEAD_DIMS,
     HEADS,
-    PLANE,
     SITE,
     Case,
     Shape,
-    bits,
     build,
     call,
-    kept_keys,
     live_rows,
-    naive_consume,
-    naive_dense,
-    naive_probabilities,
     next_loop,
-    plane_of,
-    row_operands,
     shapes,
 )
+from kernel_oracle import kept_keys, naive_consume, naive_dense, naive_probabilities, row_operands
 
 from sparse_compile.kernels import batched, tiles
 
@@ -44,8 +36,8 @@ steady = settings(
     max_examples=10, deadline=None, derandomize=True
 )  # thresholds on rounding: same inputs each run
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
-ROUNDING = {"rtol": 0.0, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
+ROUNDING: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 MARGIN = {
     # Eager sums are themselves lucky or unlucky by a few ulps. Outputs stay below 8 in size, where half an
     # ulp of float32 is 2.4e-7; sums over at most 33 keys of 96 dimensions lose a few of those.
@@ -61,7 +53,7 @@ NEAR_TIE = 1e-5
 
 
 def assert_same_store(got: Case, expected: Case) -> None:
-    """All of the store except the dummy slot: integers equal, floats to 1e-10; NaN where nothing was written."""
+    """All of the store but the dummy slot: integers equal, floats to 1e-10, NaN where nothing was written."""
     for name in ("index", "count"):
         assert torch.equal(got.store[name][1:], expected.store[name][1:]), name
     for name in ("mass", "o_ref", "c_ref"):
@@ -155,7 +147,7 @@ def test_ties_go_to_the_lowest_position(device: str, dtype: torch.dtype, seed: i
     mine, theirs = by_batched(case, "capture")[1], by_reference(case, "capture")[1]
     assert torch.equal(mine.store["index"][1:], theirs.store["index"][1:])
     row = case.plan["row_length"].argmax().item()
-    distinct = naive_probabilities(case.to(torch.float64), int(row)).unique(dim=0)
+    distinct = naive_probabilities(case.to(torch.float64), int(row))[:, 0].unique()
     assert distinct.shape[0] < case.plan["row_length"].max()  # the case does tie
 
 
@@ -196,125 +188,14 @@ def test_pages_before_the_window_are_not_read() -> None:
         torch.testing.assert_close(call(case.copy(), "dense", implementation), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("implementation", BOTH)
-@quick
-@given(shape=shapes())
-def test_mixed_is_the_single_op_of_each_row(implementation: str, shape: Shape) -> None:
-    case = build(shape)
-    call(case, "capture", implementation)  # so that any row can consume
-    later = next_loop(case)
-    modes = torch.randint(0, 4, (case.rows,), generator=torch.Generator().manual_seed(shape.seed)).int()
-    later.row_mode = torch.where(later.plan["row_length"] > 0, modes, 0).int()
-    singles = {mode: later.copy() for mode in (1, 2, 3)}
-    by_mode = {
-        mode: call(singles[mode], op, implementation)
-        for mode, op in enumerate(("dense", "capture", "consume"), 1)
-    }
-    mixed = later.copy()
-    got = call(mixed, "mixed", implementation)
-    for row, mode in enumerate(later.row_mode.tolist()):
-        expected = by_mode[mode][row] if mode else torch.zeros_like(got[row])
-        torch.testing.assert_close(got[row], expected, **ROUNDING)
-        source = singles[2] if mode == 2 else later
-        slot = int(later.store["row_slot"][row])
-        for name in ("index", "count", "mass", "o_ref", "c_ref"):
-            ours, theirs = mixed.store[name][slot], source.store[name][slot]
-            torch.testing.assert_close(ours, theirs, equal_nan=True, **ROUNDING)
-        if mode == 2:
-            assert torch.equal(got[row], mixed.store["o_ref"][slot, SITE])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", BOTH)
-def test_capture_returns_what_it_stores_and_what_dense_returns(
-    dtype: torch.dtype, implementation: str
-) -> None:
-    case = build(Shape(((31, 5), (31, 1), (6, 1), (2, 2)), dtype=dtype, padding=1, heads=(8, 1), head_dim=80))
-    mine = case.copy()
-    out = call(mine, "capture", implementation)
-    assert torch.equal(out, call(case.copy(), "dense", implementation))
-    rows = live_rows(case)
-    assert torch.equal(out[rows], mine.store["o_ref"][mine.store["row_slot"][rows].long(), SITE])
-
-
-@quick
-@given(shape=shapes())
-def test_a_row_alone_equals_the_row_in_a_batch(shape: Shape) -> None:
-    case = build(shape)
-    mine = case.copy()
-    together = call(mine, "capture", "batched")
-    later = next_loop(mine)
-    consumed = call(later, "consume", "batched")
-    row = live_rows(case)[shape.seed % len(live_rows(case))]
-    written = case.copy()
-    call(written, "kv_write")
-    alone = written.select([row])
-    torch.testing.assert_close(call(alone, "capture", "batched")[0], together[row], **ROUNDING)
-    torch.testing.assert_close(call(later.select([row]), "consume", "batched")[0], consumed[row], **ROUNDING)
-
-
-@pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-def test_a_prompt_in_one_chunk_equals_many(implementation: str, chunk: int) -> None:
-    case = build(Shape(((17, 17), (9, 9)), page_size=4))
-    for name in ("k_pool", "v_pool"):
-        case.pool[name][:] = torch.nan  # no history: what a row sees, this call or an earlier one wrote
-    whole, parts = case.copy(), case.copy()
-    expected = call(whole, "dense", implementation)
-    position = case.plan["row_position"]
-    for start in range(0, 17, chunk):
-        rows = [r for r in range(case.rows) if start <= int(position[r]) < start + chunk]
-        got = call(parts.select(rows), "dense", implementation)
-        torch.testing.assert_close(got, expected[rows], **ROUNDING)
-    assert expected.isfinite().all()
-    assert all(torch.equal(bits(whole.pool)[name], bits(parts.pool)[name]) for name in whole.pool)
-
-
-@pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("op", ["kv_write", "dense", "capture", "consume", "mixed"])
-def test_padding_touches_only_the_dummy_page_and_slot(op: str, implementation: str) -> None:
-    case = build(Shape(((6, 1), (13, 2)), padding=3, loops=2))
-    if op == "consume":
-        call(case, "capture", implementation)
-    before = case.copy()
-    out = call(case, op, implementation)
-    for name, new in (("k_pool", case.k), ("v_pool", case.v)):
-        for row in live_rows(case):
-            sequence, position = int(case.plan["row_seq"][row]), int(case.plan["row_position"][row])
-            page = int(case.plan["block_table"][sequence, position // 4])
-            before.pool[name][plane_of(case, row), page, :, position % 4] = new[row]
-        old, now = bits(before.pool)[name], bits(case.pool)[name]
-        assert torch.equal(old[:, DUMMY_PAGE + 1 :], now[:, DUMMY_PAGE + 1 :])
-    written = {int(s) for s in case.store["row_slot"]} if op in ("capture", "mixed") else set()
-    untouched = [s for s in range(case.store["count"].shape[0]) if s not in written | {DUMMY_SLOT}]
-    for name, tensor in bits(case.store).items():
-        if name != "row_slot":
-            assert torch.equal(tensor[untouched], bits(before.store)[name][untouched]), name
-            assert torch.equal(tensor[:, SITE + 1 :], bits(before.store)[name][:, SITE + 1 :]), name
-    if out is not None:
-        padding = [row for row in range(case.rows) if row not in live_rows(case)]
-        assert not out[padding].any()
-
-
-@pytest.mark.parametrize("implementation", BOTH)
-def test_a_batch_of_padding_alone(implementation: str) -> None:
-    case = build(Shape(((6, 1),), padding=4))
-    padding = [row for row in range(case.rows) if row not in live_rows(case)]
-    for op in ("dense", "capture", "consume", "mixed"):
-        assert not call(case.copy().select(padding), op, implementation).any()
-        assert call(case.copy().select([]), op, implementation).shape == (0, 4, 8)
-
-
 def test_small_budgets_change_only_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one row, tiles of one group: a long prompt's temporaries stay bounded and its result the
-    same.
-    """
+    """Blocks of one row, tiles of one group: a long prompt's temporaries are bounded, its result the same."""
     case = build(Shape(((33, 20), (33, 2), (30, 2), (5, 1), (7, 1)), padding=1))
     expected, theirs = by_batched(case, "capture")
     later = next_loop(theirs)
     consumed = by_batched(later, "consume")[0]
     monkeypatch.setattr(tiles, "SCORES", 200)
-    monkeypatch.setattr(tiles, "GATHERED", 3000)
+    monkeypatch.setattr(tiles, "GATHERED", 2000)
     blocks = [len(tile.blocks) for tile in tiles.host_tiles(case.attention)]
     assert max(blocks) > 5
     assert len(blocks) > 3
@@ -419,4 +300,3 @@ def test_a_pool_beyond_int32_addresses() -> None:
     assert torch.equal(call(large, "capture"), call(small, "capture"))
     later_small, later_large = next_loop(small), replace(next_loop(large), pool=large.pool)
     assert torch.equal(call(later_large, "consume"), call(later_small, "consume"))
-    assert small.pool["k_pool"].shape[0] + 1 > PLANE + 1

@@ -1,9 +1,10 @@
-"""The retained count is exact: against rational arithmetic, for decimals of any length, on host and tensors."""
+"""The retained count is exact: against rational arithmetic, for any decimal, on host and tensors."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -67,9 +68,9 @@ def test_large_denominators_become_the_upper_farey_neighbour(share: Fraction, li
 @pytest.mark.parametrize(
     "share", [0, -0.1, 1.5, 1.0000001, math.nan, math.inf, "half", "", "1/0", True, None]
 )
-def test_anything_else_is_refused_by_name(share: object) -> None:
+def test_anything_else_is_refused_by_name(share: Any) -> None:
     with pytest.raises(ValueError, match="key_retention=") as error:
-        Retention.of(share)  # type: ignore[arg-type]
+        Retention.of(share)
     assert repr(share) in str(error.value)
 
 
