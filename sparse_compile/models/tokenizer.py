@@ -35,7 +35,7 @@ class ByteTokenizer(ByT5Tokenizer):
 
 
 class ByteTokenizerOwner(PreTrainedConfig):
-    """AutoTokenizer finds a tokenizer class by the configuration it is registered for. No model has this one."""
+    """AutoTokenizer finds a tokenizer class by the configuration it is registered for. No model has this."""
 
     model_type = "sparse_compile_bytes"
 

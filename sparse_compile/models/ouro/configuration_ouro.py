@@ -96,6 +96,18 @@ class OuroConfig(PreTrainedConfig):
         """KV cache slots of one token: one per (loop, layer)."""
         return self.total_ut_steps * self.num_hidden_layers
 
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """(query heads, KV heads, head dimension), with the defaults filled in."""
+        assert self.num_key_value_heads is not None
+        assert self.head_dim is not None
+        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rotary settings as transformers 5 spells them: rope_type, rope_theta, and those of the type."""
+        return dict(self.rope_parameters or {})
+
     def validate_architecture(self) -> None:
         """Checks the shape. Runs when a configuration is built or loaded.
 

@@ -77,13 +77,12 @@ class OuroAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        heads, kv_heads, self.head_dim = config.attention_shape
+        self.num_key_value_groups = heads // kv_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        query_size = config.num_attention_heads * self.head_dim
-        key_size = config.num_key_value_heads * self.head_dim
+        query_size, key_size = heads * self.head_dim, kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)

@@ -13,14 +13,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 class OuroModelOutput(BaseModelOutputWithPast):
     """``gate_logits`` [B, T, L]: the gate of every loop, before the sigmoid, when asked for."""
 
-    gate_logits: torch.FloatTensor | None = None
+    gate_logits: Tensor | None = None
 
 
 @dataclass
 class OuroCausalLMOutput(CausalLMOutputWithPast):
     """``gate_logits`` [B, T, L]: the gate of every loop, before the sigmoid, when asked for."""
 
-    gate_logits: torch.FloatTensor | None = None
+    gate_logits: Tensor | None = None
 
 
 def exit_distribution(gate_logits: Tensor) -> Tensor:

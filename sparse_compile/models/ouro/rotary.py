@@ -26,7 +26,7 @@ class OuroRotaryEmbedding(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.config = config
-        self.rope_type: str = config.rope_parameters["rope_type"]
+        self.rope_type: str = config.rope["rope_type"]
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         inv_freq, self.attention_scaling = self.frequencies()
@@ -44,8 +44,9 @@ class OuroRotaryEmbedding(nn.Module):
         config: OuroConfig, device: torch.device | None = None, **kwargs: Any
     ) -> tuple[Tensor, float]:
         """The plain formula, under the name transformers looks for when it initialises buffers."""
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+        size = config.attention_shape[2]
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+        return 1.0 / (config.rope["rope_theta"] ** exponents), 1.0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OuroRotaryEmbedding:
         before = dict(self._buffers)
