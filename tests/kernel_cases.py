@@ -1,8 +1,8 @@
 """Random inputs for the attention ops.
 
-A `Case` holds what an op takes, and the keys and values of each sequence in plain [length, Hkv, D] tensors, from
-which the oracles compute. Everything that no row may read is poisoned: pages with NaN, unused block table entries
-and unused store entries with absurd numbers.
+A `Case` holds what an op takes, and the keys and values of each sequence in plain [length, Hkv, D] tensors,
+from which the oracles compute. Everything that no row may read is poisoned: pages with NaN, unused entries of
+the block table and the store with absurd numbers.
 """
 
 from __future__ import annotations
