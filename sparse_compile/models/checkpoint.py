@@ -102,7 +102,7 @@ def check_checkpoint(
             load it. (A tiny model is saved to a temporary folder and loaded from there.)
         checkpoint: where the files are; default: where the model came from.
         dtype: to load in, when a name is given. None: the checkpoint's own.
-        options: given to ``from_pretrained``, when a name is given; of a given model only those that say where
+        options: given to ``from_pretrained``, when a name is given; of a given model only those saying where
             files are (``revision``, ``token``, ``cache_dir`` ...) are used.
 
     A named model with a problem is loaded a second time under another random seed: tensors that differ
