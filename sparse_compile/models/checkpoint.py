@@ -23,6 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from .loading import TINY_PREFIX, CheckpointError, load_model, load_with_info, source_options
 from .rotary_check import BufferCheck, check_rotary_buffers
 
+_FILE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+
 
 @dataclass(frozen=True)
 class TensorDifference:
@@ -100,7 +102,8 @@ def check_checkpoint(
             load it. (A tiny model is saved to a temporary folder and loaded from there.)
         checkpoint: where the files are; default: where the model came from.
         dtype: to load in, when a name is given. None: the checkpoint's own.
-        options: given to ``from_pretrained``, when a name is given.
+        options: given to ``from_pretrained``, when a name is given; of a given model only those saying where
+            files are (``revision``, ``token``, ``cache_dir`` ...) are used.
 
     A named model with a problem is loaded a second time under another random seed: tensors that differ
     between the loads are random and reported as ``reinitialised``.
@@ -113,7 +116,7 @@ def check_checkpoint(
         source = checkpoint or model.name_or_path
         if not source:
             raise CheckpointError("this model was not loaded from files; name them: checkpoint=FOLDER")
-        return _compare(model, source)
+        return _compare(model, source, _file_options(options, model))
     if isinstance(model, str) and model.startswith(TINY_PREFIX):
         with tempfile.TemporaryDirectory() as folder:
             load_model(model, dtype, **options).save_pretrained(folder)
@@ -134,21 +137,33 @@ def _load_and_compare(
             return load_with_info(name, dtype, **options)[0]
 
     model = load(seed=0)
-    report = _compare(model, checkpoint, label)
+    where = _file_options(options, model)
+    report = _compare(model, checkpoint, where, label)
     if report.differing or report.missing or report.mismatched:
-        return _compare(model, checkpoint, label, second=load(seed=1))
+        return _compare(model, checkpoint, where, label, second=load(seed=1))
     return report
 
 
+def _file_options(options: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Those options that say where files are. From a hub, the very commit the model was loaded from."""
+    where = {name: options[name] for name in _FILE_OPTIONS if name in options}
+    commit = getattr(model.config, "_commit_hash", None)
+    return where if commit is None else {"revision": commit, **where}
+
+
 def _compare(
-    model: PreTrainedModel, checkpoint: str | Path, label: str = "", second: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    checkpoint: str | Path,
+    where: dict[str, Any],
+    label: str = "",
+    second: PreTrainedModel | None = None,
 ) -> CheckpointReport:
     own = revert_weight_conversion(model, model.state_dict())  # under the names of the files
     in_files: set[str] = set()
     unexpected: list[str] = []
     differing: list[TensorDifference] = []
     mismatched: list[ShapeDifference] = []
-    for name, tensor in _file_tensors(checkpoint):
+    for name, tensor in _file_tensors(checkpoint, where):
         in_files.add(name)
         if name not in own:
             unexpected.append(name)
@@ -174,20 +189,20 @@ def _compare(
     )
 
 
-def _file_tensors(checkpoint: str | Path) -> Iterator[tuple[str, Tensor]]:
+def _file_tensors(checkpoint: str | Path, where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor on the CPU) of every tensor in the files, one at a time."""
-    for path in _checkpoint_files(checkpoint):
+    for path in _checkpoint_files(checkpoint, where):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (this object cannot be iterated)
                 yield name, file.get_tensor(name)
 
 
-def _checkpoint_files(checkpoint: str | Path) -> list[str]:
+def _checkpoint_files(checkpoint: str | Path, where: dict[str, Any]) -> list[str]:
     """Paths of the safetensors files of a folder or a hub id, sharded or not."""
     name, options = source_options(checkpoint)
 
     def find(file: str) -> str | None:
-        return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **options)
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **{**where, **options})
 
     if single := find(SAFE_WEIGHTS_NAME):
         return [single]

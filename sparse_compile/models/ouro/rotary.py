@@ -61,7 +61,6 @@ class OuroRotaryEmbedding(nn.Module):
                 self._buffers[name] = old.to(new.device)
         return self
 
-    @torch.no_grad()
     @dynamic_rope_update  # replaces inv_freq for the rope types that depend on the length
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """position_ids int64 [B, T] -> cos, sin [B, T, D] in x's dtype. Angles are computed in float32."""
