@@ -24,7 +24,8 @@ from runtime_fakes import (
 
 from sparse_compile.kernels.retention import retained_count
 from sparse_compile.runtime.engine import Engine, EngineOptions
-from sparse_compile.runtime.request import NO_TOKEN, SamplingParams, StepOutput
+from sparse_compile.runtime.reference_store import SlotState
+from sparse_compile.runtime.request import NO_TOKEN, Request, RequestMetrics, SamplingParams, StepOutput
 from sparse_compile.runtime.sampler import sample
 
 torch.set_num_threads(1)
@@ -122,6 +123,20 @@ def test_a_waiting_request_joins_a_running_batch() -> None:
         outputs.setdefault(name, []).extend(more)
     assert tokens_of(outputs[first]) == oracle(PROMPTS[0], 8, True)
     assert tokens_of(outputs[second]) == oracle(PROMPTS[1], 4, True)
+
+
+def test_each_sparse_token_is_a_new_incarnation_of_the_same_slot() -> None:
+    engine, executor = make_engine()
+    name = engine.add_request(PROMPTS[0], greedy(5))
+    for _ in range(4):
+        engine.step()
+    leases = [lease for plan in executor.plans for lease in plan.leases]
+    assert [lease.row for lease in leases] == [3, 4, 5]
+    assert len({lease.slot for lease in leases}) == 1
+    assert [lease.incarnation - leases[0].incarnation for lease in leases] == [0, 1, 2]
+    assert engine.store is not None
+    assert engine.scheduler.running[name].lease == leases[-1]
+    assert engine.store.state(leases[-1].slot) is SlotState.REUSABLE
 
 
 # ---------------------------------------------------------------------- prefix-LM
@@ -228,6 +243,34 @@ def test_a_processor_decides_and_the_logprob_is_of_its_scores() -> None:
         tokens.append(output.token)
 
 
+def test_outputs_own_their_logits_and_scores() -> None:
+    buffer = torch.zeros(1, 24, dtype=torch.float64)
+
+    def reuse(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return buffer.copy_(scores)
+
+    engine, _ = make_engine()
+    engine.add_request(PROMPTS[0], greedy(2, processor=reuse, want_logits=True))
+    (first,), (second,) = engine.step(), engine.step()
+    for output, tokens in ((first, PROMPTS[0]), (second, [*PROMPTS[0], first.token])):
+        assert output.logits is not None
+        assert output.scores is not None
+        assert torch.equal(output.scores, oracle_logits(tokens, 3, True))
+        assert torch.equal(output.logits, output.scores)
+        assert output.logits.data_ptr() != output.scores.data_ptr()
+
+
+def test_no_more_requests_run_than_a_step_has_rows() -> None:
+    engine, _ = make_engine(max_rows=2)
+    for n in range(5):
+        engine.add_request([n], greedy(3))
+
+    def limit() -> None:
+        assert len(engine.scheduler.running) <= 2
+
+    assert len(run_all(engine, limit)) == 5
+
+
 def test_logprobs_of_plain_greedy_are_those_of_the_raw_logits() -> None:
     engine, _ = make_engine()
     engine.add_request(PROMPTS[0], greedy(1))
@@ -328,6 +371,14 @@ def test_windows_of_prefix_rows() -> None:
     run_all(engine)
     # keys >= position - 1, below the visible length: 4, 4, 3, 2 of the prefix, then 2
     assert engine.metrics(name).keys_read == 4 + 4 + 3 + 2 + 2
+
+
+def test_time_per_token_is_the_mean_after_the_first() -> None:
+    request = Request("a", greedy(9), [1, 2], RequestMetrics(prompt_tokens=2), added_at=10.0)
+    for now in (11.5, 12.0, 14.5):
+        request.append(7, now)
+    assert request.metrics.time_to_first_token_s == 1.5
+    assert request.metrics.time_per_token_s == 1.5
 
 
 def test_times_are_measured() -> None:
@@ -596,7 +647,11 @@ def test_a_callback_may_abort(victim: str, where: str) -> None:
     outputs = run_all(engine)
     survivor = "b" if victim == "a" else "a"
     assert tokens_of(outputs[survivor]) == oracle(PROMPTS[0], 6, True)
+    # The token that was being chosen when the abort came is not given out.
+    assert tokens_of(outputs[victim]) == oracle(PROMPTS[0], 2 if where == "processor" else 1, True)
     assert not any(output.finished for output in outputs[victim])
+    if victim == "b":
+        assert engine.metrics("b").new_tokens == len(outputs["b"])
 
 
 def test_finished_requests_leave_nothing_behind() -> None:
@@ -611,7 +666,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any order of adding, stepping, aborting and failing keeps the laws; and every finished answer is right."""
+    """Any order of adding, stepping, aborting and failing keeps the laws, and finished answers are right."""
 
     def __init__(self) -> None:
         super().__init__()
