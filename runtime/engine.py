@@ -238,7 +238,7 @@ class Engine:
         if prefix > self.options.max_rows:
             raise ValueError(
                 f"prefix_length={prefix} tokens must be prefilled in one step, which has at most "
-                f"max_rows={self.options.max_rows} rows; raise max_rows or shorten the prefix"
+                f"max_rows={self.options.max_rows} rows; raise prefill_chunk or shorten the prefix"
             )
 
     def _refuse_memory(self, total: int) -> None:

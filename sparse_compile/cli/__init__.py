@@ -1,0 +1,59 @@
+"""The command `sparse-compile`.
+
+Exit codes: 0 done, 1 a check found a difference or a self-test failed, 2 bad usage or a bad value, 3 the
+model is not supported. Results go to stdout (with --json: one JSON object and nothing else), progress and
+errors to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from sparse_compile.cli.check import check
+from sparse_compile.cli.common import USAGE, report_error
+from sparse_compile.cli.demo import demo
+from sparse_compile.cli.generate import generate
+from sparse_compile.cli.inspect import inspect
+
+app = typer.Typer(
+    name="sparse-compile",
+    help="Compile a looped Hugging Face model for sparse decoding, look at what was rewritten, and run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (inspect, generate, check, demo):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if show:
+        import sparse_compile
+
+        typer.echo(sparse_compile.__version__)
+        raise typer.Exit
+
+
+# typer carries its own copy of click, or uses the installed one, by version; its base class leads to the
+# right one.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one command line (default: sys.argv[1:]) and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="sparse-compile", standalone_mode=False)
+    except _UsageError as error:
+        return report_error(error, as_json="--json" in arguments, code=USAGE)
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())

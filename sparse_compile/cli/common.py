@@ -1,0 +1,149 @@
+"""What the commands share: options, loading, output, and errors as one line with an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, DIFFERENCES, USAGE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Retention = Annotated[
+    str, typer.Option("--retention", help="Part of the visible keys that consume loops read: 0 < r <= 1.")
+]
+CaptureLoop = Annotated[int, typer.Option("--capture-loop", help="Loop, from 0, that selects the keys.")]
+Recapture = Annotated[
+    int | None,
+    typer.Option("--recapture-every", help="Select anew every so many loops after the capture loop."),
+]
+DenseBelow = Annotated[int, typer.Option("--dense-below", help="Rows with fewer visible keys run dense.")]
+Dense = Annotated[bool, typer.Option("--dense", help="Run everything dense.")]
+Implementation = Annotated[
+    str, typer.Option("--implementation", help="Attention kernels: reference | batched | triton | auto.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, ...; auto: the checkpoint's own.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: CUDA if there is one.")]
+NoValidate = Annotated[
+    bool, typer.Option("--no-validate", help="Skip the comparison with the model's own forward.")
+]
+
+
+def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
+    """Run a command's body and leave with its exit code; an error becomes one line on stderr."""
+    try:
+        code = body()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code = report_error(error, as_json=as_json, code=exit_code(error))
+    raise typer.Exit(code)
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that tells what kind of error this is."""
+    from sparse_compile.passes.errors import UnsupportedModel
+
+    if isinstance(error, UnsupportedModel):
+        return UNSUPPORTED
+    return USAGE if isinstance(error, ValueError | TypeError | OSError) else DIFFERENCES
+
+
+def report_error(error: Exception, *, as_json: bool, code: int) -> int:
+    """Print the error as one line on stderr, and with --json as an object on stdout. Returns the code."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {message}", file=sys.stderr)
+    if as_json:
+        details = {"type": type(error).__name__, "message": message, "exit_code": code}
+        for name in ("argument", "limit", "remedy", "module"):
+            if isinstance(getattr(error, name, None), str):
+                details[name] = getattr(error, name)
+        print_json({"error": details})
+    return code
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def note(message: str) -> None:
+    """A line on stderr about what is going on."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """A console on stdout, wide enough for tables when it is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Anything that libraries print while loading goes to stderr: stdout is for results."""
+    from contextlib import redirect_stdout
+
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def load(name: str, dtype: str, device: str) -> Any:
+    """The model by name. device "auto" is CUDA if there is one."""
+    with quiet_stdout():
+        import torch
+
+        from sparse_compile.models import load_model
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            place = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+        return load_model(name, dtype=dtype, device=place)
+
+
+def compile_options(
+    retention: str,
+    capture_loop: int,
+    recapture_every: int | None,
+    dense_below: int,
+    dense: bool,
+    implementation: str,
+    no_validate: bool,
+) -> dict[str, Any]:
+    """Options of `sparse_compile` from those of the command line."""
+    return {
+        "key_retention": retention,
+        "capture_loop": capture_loop,
+        "recapture_every": recapture_every,
+        "dense_below": dense_below,
+        "enabled": not dense,
+        "implementation": implementation,
+        "validate": not no_validate,
+    }
+
+
+def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -> Any:
+    """Load and compile; the options are checked before the model is loaded."""
+    from sparse_compile.config import SparseConfig
+
+    SparseConfig.from_options(**options)
+    model = load(name, dtype, device)
+    with quiet_stdout():
+        from sparse_compile.api import sparse_compile
+
+        note(f"compiling {name} ...")
+        return sparse_compile(model, **options)

@@ -1,0 +1,121 @@
+"""`sparse-compile generate MODEL --prompt TEXT`: text as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparse_compile.cli import common
+
+if TYPE_CHECKING:
+    import torch
+
+
+def generate(
+    model: common.Model,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option("--prompt-ids", help="Token ids to continue, as 1,2,3; prints ids.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate at most.")] = 64,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Sample instead of taking the best token.")
+    ] = False,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="With --do-sample.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="With --do-sample.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="With --do-sample.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="With --do-sample: same seed, same text.")
+    ] = None,
+    retention: common.Retention = "0.1",
+    capture_loop: common.CaptureLoop = 1,
+    recapture_every: common.Recapture = None,
+    dense_below: common.DenseBelow = 0,
+    dense: common.Dense = False,
+    implementation: common.Implementation = "auto",
+    dtype: common.Dtype = "auto",
+    device: common.Device = "auto",
+    no_validate: common.NoValidate = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Continue a prompt with the compiled model."""
+    options = common.compile_options(
+        retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
+    )
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    settings = {name: value for name, value in sampling.items() if value is not None}
+    settings |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+
+    def body() -> int:
+        ids = _parse_ids(prompt, prompt_ids)
+        if settings.keys() & sampling.keys() and not do_sample:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in settings if name in sampling)
+            raise ValueError(f"{names}: only with --do-sample; add --do-sample or remove it")
+        compiled = common.compile_named(model, dtype, device, options)
+        return _generate(model, compiled, prompt, ids, settings, as_json)
+
+    common.run_command(body, as_json=as_json, debug=debug)
+
+
+def _parse_ids(prompt: str | None, prompt_ids: str | None) -> list[int] | None:
+    if (prompt is None) == (prompt_ids is None):
+        raise ValueError("pass either --prompt TEXT or --prompt-ids 1,2,3")
+    if prompt_ids is None:
+        return None
+    try:
+        return [int(one) for one in prompt_ids.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--prompt-ids {prompt_ids}: must be integers separated by commas, such as 1,2,3"
+        ) from None
+
+
+def _generate(
+    name: str,
+    compiled: Any,
+    prompt: str | None,
+    ids: list[int] | None,
+    settings: dict[str, Any],
+    as_json: bool,
+) -> int:
+    tokenizer = None
+    if ids is None:
+        from sparse_compile.models import load_tokenizer
+
+        with common.quiet_stdout():
+            tokenizer = load_tokenizer(name)
+        ids = tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise ValueError(f"--prompt {prompt!r}: gives no token; pass some text")
+    import torch
+
+    # An explicit mask: a given id that happens to be the pad token is part of the prompt.
+    inputs = torch.tensor([ids], device=compiled.device)
+    arguments = {"attention_mask": torch.ones_like(inputs), **settings}
+    if as_json:
+        common.print_json(_as_json(name, compiled, inputs, arguments, tokenizer))
+        return common.OK
+    for place, item in enumerate(compiled.stream(inputs, tokenizer=tokenizer, **arguments)):
+        piece = item.text if tokenizer is not None else f"{',' if place else ''}{item.token_id}"
+        print(piece, end="", flush=True)
+    print()
+    return common.OK
+
+
+def _as_json(
+    name: str, compiled: Any, inputs: torch.Tensor, arguments: dict[str, Any], tokenizer: Any
+) -> Any:
+    output = compiled.generate(inputs, return_dict_in_generate=True, **arguments)
+    new = output.sequences[0, inputs.shape[1] :].tolist()
+    return {
+        "model": name,
+        "prompt_ids": inputs[0].tolist(),
+        "ids": new,
+        "text": None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True),
+        "logprobs": output.logprobs[0],
+        "finish_reason": output.finish_reasons[0],
+        "metrics": asdict(output.metrics[0]),
+    }

@@ -1,0 +1,190 @@
+"""CompiledModel: the user's model with a fast `generate` beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparse_compile.config import SparseConfig
+from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
+from sparse_compile.progress import ProgressCallback
+from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
+from sparse_compile.session import MakeEngine, SessionKeeper
+from sparse_compile.streaming import Streamer, StreamItem
+
+if TYPE_CHECKING:
+    from sparse_compile.outputs import GenerateOutput
+    from sparse_compile.passes.program import Program
+
+# Methods that change a model in place. A program belongs to the weights, device and dtype it was made for.
+_CHANGES_MODEL = frozenset(
+    name
+    for names in (
+        "cuda cpu xpu half float double bfloat16 to_empty type train",
+        "load_state_dict resize_token_embeddings set_input_embeddings set_output_embeddings",
+    )
+    for name in names.split()
+)
+
+
+class CompiledModel:
+    """A compiled looped model. The wrapped model (`.model`) is never changed: calling this object, and every
+    attribute that is not defined here, is the model's own.
+
+    model: the user's model. sparse_config: the options it was compiled with. program: what the passes made of
+    it.
+    make_engine: called with (rows, context), gives an engine for that many sequences of that many tokens; it
+    is called on the first generate, and again when a call needs more.
+    """
+
+    __slots__ = ("__weakref__", "_keeper", "model", "program", "sparse_config")
+
+    def __init__(
+        self, model: Any, sparse_config: SparseConfig, program: Program, make_engine: MakeEngine
+    ) -> None:
+        for name, value in (
+            ("model", model),
+            ("sparse_config", sparse_config),
+            ("program", program),
+            ("_keeper", SessionKeeper(make_engine, sparse_config)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        *,
+        streamer: Streamer | None = None,
+        tokenizer: Any = None,
+        seed: Any = None,
+        progress: bool | ProgressCallback | None = None,
+        **kwargs: Any,
+    ) -> torch.LongTensor | GenerateOutput:
+        """Generate, with the arguments and defaults of transformers' `generate`.
+
+        inputs (or input_ids): int [B, N] or [N]. attention_mask: [B, N], 0/1 integers, bool, or float (0/1 or
+        additive); padding on either side or holes. token_type_ids: for prefix-LM models, ones on the
+        bidirectional prefix.
+        generation_config and further keyword arguments: transformers' generation settings. Lengths
+        (max_length, min_length) count the padded width N, as in transformers.
+        logits_processor, stopping_criteria: lists of transformers' callables, called per row with ids [1, N +
+        new].
+        streamer: a BaseStreamer, one sequence only. tokenizer: for stop_strings.
+        seed: an int (each row draws independently: `sparse_compile.seeds`) or one per row; without it torch's
+        global generator decides. progress: overrides the option of the same name; a callable gets (done,
+        total) tokens.
+
+        Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row
+        ended early; or a `GenerateOutput` with return_dict_in_generate=True. Raises ValueError naming any
+        argument that is not supported before any work is done.
+        """
+        shown = self.sparse_config.progress if progress is None else progress
+        call = self._prepare(
+            inputs,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            prefix_allowed_tokens_fn,
+            tokenizer=tokenizer,
+            seed=seed,
+            **kwargs,
+        )
+        return run_generate(self._keeper, call, streamer, shown)
+
+    def stream(self, inputs: Any = None, **kwargs: Any) -> Iterator[StreamItem]:
+        """Like `generate`, as an iterator of tokens; `row` tells the rows of a batch apart. With `tokenizer=`
+        items carry text.
+
+        Arguments are checked at once, generation starts with the first item. Closing the iterator (or
+        dropping it) ends its requests. Several streams and calls of `generate` may be open at a time.
+        """
+        return run_stream(self._keeper, self._prepare(inputs, **kwargs))
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> Call:
+        call = prepare_call(self.model, *args, **kwargs)
+        self._keeper.check(call.rows, call.context)
+        return call
+
+    def report(self, contexts: tuple[int, ...] = DEFAULT_CONTEXTS) -> Report:
+        """What was rewritten and what it saves: `.render()` for people, `.to_dict()` for programs."""
+        return build_report(self, contexts)
+
+    def validate(self) -> float:
+        """Compare the compiled program with the model's own generation on a short random prompt.
+
+        Returns the relative error of the logits; raises ValidationError when it is above the dtype's
+        tolerance.
+        """
+        from sparse_compile.validation import validate_program
+
+        return validate_program(self.model, self.program, self._keeper.make_engine)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain model's forward, unchanged."""
+        return self.model.forward(*args, **kwargs)
+
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def engine(self) -> Any:
+        """The present engine, None before the first generate."""
+        session = self._keeper.present
+        return None if session is None else session.engine
+
+    def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
+        """Itself, when nothing changes. The program belongs to its device and dtype: move the model, then
+        compile."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        same_device = device is None or torch.empty(0, device=device).device == self.device
+        if same_device and dtype in (None, self.dtype):
+            return self
+        raise self._refuse_change("to")
+
+    def eval(self) -> CompiledModel:
+        """Itself: the program is the model in evaluation mode."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in CompiledModel.__slots__:
+            raise AttributeError(name)
+        if name in _CHANGES_MODEL:
+            raise self._refuse_change(name)
+        return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a CompiledModel cannot be changed; set {name} on its .model instead")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.model)})
+
+    def _refuse_change(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"{name}() would change the model under its compiled program; "
+            "call it on .model, then compile that again"
+        )
+
+    def __repr__(self) -> str:
+        counts = self.report(contexts=()).counts
+        kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+        retention = self.sparse_config.key_retention if self.sparse_config.enabled else "off"
+        return f"CompiledModel({type(self.model).__name__}, key_retention={retention}, {kinds})"

@@ -1,0 +1,154 @@
+"""SparseConfig: what the user may set, checked on construction. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import warnings
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Real
+from typing import Any
+
+from sparse_compile.errors import ArgumentError
+
+IMPLEMENTATIONS = ("reference", "batched", "triton", "auto")
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Options of `sparse_compile`. Frozen; a bad value is an `ArgumentError` (a ValueError) on construction.
+
+    key_retention: part of the visible keys that a consume loop reads, 0 < r <= 1. The decimal as written is
+        meant exactly (0.1 is one tenth): float, str ("0.1", "1/8"), Decimal, Fraction or the int 1. 1 means
+        dense.
+    capture_loop: loop (counted from 0) that selects the keys; earlier loops are dense. Its upper limit is the
+        model's number of loops and is checked when a model is compiled (`check_loops`).
+    recapture_every: select anew every so many loops after the capture loop; None = select once.
+    key_bucket: room for kept keys is reserved in multiples of this many keys.
+    max_context: largest number of tokens (prompt + new) of one sequence; None = grow on demand.
+    max_batch: largest number of sequences of one call; None = grow on demand.
+    dense_below: rows with fewer visible keys than this run dense.
+    implementation: which attention kernels run; "auto" picks the fastest for the device.
+    enabled: False runs everything dense (to compare, or as an off-switch).
+    page_size: tokens per page of the KV pool.
+    prefill_chunk: prompt tokens that one step may process.
+    roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
+    validate: compare the compiled program with the model's own forward before it is returned.
+    roll: False keeps the loop unrolled: every loop has graph code of its own (to compare, or to find a
+    fault).
+    progress: True shows progress of long work on stderr, None only on a terminal, False never.
+    """
+
+    key_retention: float | str | Decimal | Fraction = 0.1
+    capture_loop: int = 1
+    recapture_every: int | None = None
+    key_bucket: int = 64
+    max_context: int | None = None
+    max_batch: int | None = None
+    dense_below: int = 0
+    implementation: str = "auto"
+    enabled: bool = True
+    page_size: int = 16
+    prefill_chunk: int = 512
+    roll: bool = True
+    validate: bool = True
+    roll: bool = True
+    progress: bool | None = True
+
+    def __post_init__(self) -> None:
+        _check_retention(self.key_retention)
+        self._check_int("capture_loop", 0)
+        self._check_int("dense_below", 0)
+        for name in ("key_bucket", "page_size", "prefill_chunk"):
+            self._check_int(name, 1)
+        for name in ("recapture_every", "max_context", "max_batch"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 1, "an integer >= 1, or None")
+        for name in ("enabled", "validate", "roll"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise ArgumentError(
+                "progress", self.progress, "must be True, False or None", "pass progress=False"
+            )
+        if self.implementation not in IMPLEMENTATIONS:
+            known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+            raise ArgumentError(
+                "implementation", self.implementation, f"must be one of {known}", "pass implementation='auto'"
+            )
+
+    def _check_int(self, name: str, least: int, expected: str | None = None) -> None:
+        """Check one integer option and store it as a plain int (numpy integers come in too; bools do not)."""
+        given = getattr(self, name)
+        try:
+            value = None if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            value = None
+        if value is None or value < least:
+            limit = f"must be {expected or f'an integer >= {least}'}"
+            raise ArgumentError(name, given, limit, f"pass for example {name}={max(least, 1)}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def retention(self) -> Fraction:
+        """`key_retention` as the exact fraction that the user wrote."""
+        return _as_fraction(self.key_retention)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> SparseConfig:
+        """Build a config from keyword options; an unknown option is refused by name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ArgumentError(
+                    name, options[name], f"unknown option; known are {', '.join(known)}", closest(name, known)
+                )
+        return cls(**options)
+
+
+def closest(name: str, known: list[str]) -> str:
+    """The remedy for a misspelt name: the closest known one, or to leave it out."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"remove {name}"
+
+
+def _as_fraction(value: Any) -> Fraction:
+    return value if isinstance(value, Fraction) else Fraction(str(value))
+
+
+def _check_retention(value: object) -> None:
+    limit, remedy = "must be a number greater than 0 and at most 1", "pass for example key_retention=0.1"
+    if isinstance(value, bool) or not isinstance(value, Real | str | Decimal):
+        raise ArgumentError("key_retention", value, limit, remedy)
+    try:
+        fraction = _as_fraction(value)
+    except (ValueError, ZeroDivisionError):  # no number, nan, an infinity, or "1/0"
+        raise ArgumentError("key_retention", value, limit, remedy) from None
+    if not 0 < fraction <= 1:
+        raise ArgumentError("key_retention", value, limit, remedy)
+
+
+def check_loops(config: SparseConfig, loops: int) -> None:
+    """Check the options that depend on the model's number of loops (the most calls of one layer per forward).
+
+    Raises ArgumentError if `capture_loop` names a loop that the model does not have, and warns if it is the
+    last
+    one: then no loop is left to run sparse.
+    """
+    if config.capture_loop >= loops:
+        raise ArgumentError(
+            "capture_loop",
+            config.capture_loop,
+            f"must be at most {loops - 1}: the model's {loops} loop{'s' * (loops != 1)} are counted from 0",
+            f"pass capture_loop={max(0, min(1, loops - 2))}",
+        )
+    if config.enabled and config.retention < 1 and config.capture_loop == loops - 1:
+        remedy = f"; pass capture_loop={loops - 2} or lower" if loops > 1 else ""
+        warnings.warn(
+            f"capture_loop={config.capture_loop} is the last of {loops} loops: "
+            f"no loop is left to run sparse{remedy}",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,36 @@
+"""The errors of the front room, and the one place where their messages are formatted.
+
+Every message about a value names the argument, the value, the limit and the remedy. What the passes refuse is
+`sparse_compile.passes.errors.UnsupportedModel`; both are ValueErrors where the caller's value is at fault.
+"""
+
+from __future__ import annotations
+
+_LONGEST_VALUE = 80
+
+
+def limit_message(argument: str, value: object, limit: str, remedy: str) -> str:
+    """One line: which argument, the value it had, the limit that the value breaks, and what to do instead."""
+    shown = repr(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = shown[: _LONGEST_VALUE - 3] + "..."
+    return f"{argument}={' '.join(shown.split())}: {limit}; {remedy}"
+
+
+class SparseCompileError(Exception):
+    """Base of the errors that this package raises on its own account."""
+
+
+class ArgumentError(SparseCompileError, ValueError):
+    """A value that was given is outside of its limit, or an argument is not supported."""
+
+    def __init__(self, argument: str, value: object, limit: str, remedy: str) -> None:
+        super().__init__(argument, value, limit, remedy)
+        self.argument, self.value, self.limit, self.remedy = argument, value, limit, remedy
+
+    def __str__(self) -> str:
+        return limit_message(self.argument, self.value, self.limit, self.remedy)
+
+
+class ValidationError(SparseCompileError, RuntimeError):
+    """The compiled program disagrees with the model's own forward."""

@@ -1,0 +1,68 @@
+"""A progress bar on stderr for work that takes longer than two seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+ProgressCallback = Callable[[int, int], None]
+
+_QUIET_SECONDS = 2.0
+
+
+class TokenProgress:
+    """Counts tokens of a call. mode: True shows a bar, None only on a terminal, False nothing; a callable
+    replaces the bar and is called with (done, total) after each token. `total` shrinks when a row ends
+    early."""
+
+    def __init__(
+        self, total: int, mode: bool | ProgressCallback | None, quiet: float = _QUIET_SECONDS
+    ) -> None:
+        self.done, self.total = 0, total
+        self._callback = mode if callable(mode) else None
+        self._shown = self._callback is None and (sys.stderr.isatty() if mode is None else bool(mode))
+        self._start = time.monotonic() + quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TokenProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, skipped: int = 0) -> None:
+        """One token more; `skipped` tokens will not come, because the row has ended."""
+        self.done += 1
+        self.total -= skipped
+        if self._callback is not None:
+            self._callback(self.done, self.total)
+        elif self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self.done, total=self.total)
+        elif self._shown and time.monotonic() >= self._start:
+            self._open()
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("generating"),
+            *Progress.get_default_columns()[1:2],
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("generating", total=self.total, completed=self.done)
+        self._bar.start()

@@ -1,0 +1,189 @@
+"""What a compiled model does: which attention calls became what, why, and what it reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparse_compile.kernels.retention import retained_count
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from sparse_compile.compiled import CompiledModel
+    from sparse_compile.passes.program import Program, Site
+
+KINDS = ("dense", "capture", "consume")
+DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One attention module: the kind and the reason of each of its calls, in order of loops."""
+
+    layer: str
+    kinds: tuple[str, ...]
+    reasons: tuple[str, ...]
+    window: int
+
+    @property
+    def looped(self) -> bool:
+        return len(self.kinds) > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "looped": self.looped,
+            "loops": len(self.kinds),
+            "kinds": list(self.kinds),
+            "reasons": list(self.reasons),
+            "window": self.window,
+        }
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes of keys and values that decoding one token reads with `context` visible tokens, over all layers
+    and loops.
+
+    sparse_bytes: an upper bound, since the query heads that share a KV head may keep the same keys; never
+    more than dense.
+    """
+
+    context: int
+    dense_bytes: int
+    sparse_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.sparse_bytes / self.dense_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "ratio": self.ratio}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `inspect` shows. Sizes in bytes, times in seconds.
+
+    memory: bytes that the present engine holds by name, empty before the first generate.
+    """
+
+    model: str
+    loops: int
+    rolled: bool
+    roll_reason: str
+    layers: tuple[LayerRow, ...]
+    kv_bytes_per_token: int
+    reads: tuple[Reads, ...]
+    passes: tuple[tuple[str, float, dict[str, int]], ...]
+    retention: dict[str, Any]
+    dense_below: int
+    implementation: str
+    memory: dict[str, int]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of attention calls of each kind in one forward."""
+        found = Counter(kind for layer in self.layers for kind in layer.kinds)
+        return {kind: found[kind] for kind in KINDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            "model": self.model,
+            "loops": self.loops,
+            "rolled": self.rolled,
+            "roll_reason": self.roll_reason,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "counts": self.counts,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "reads": [one.to_dict() for one in self.reads],
+            "passes": [
+                {"name": name, "seconds": seconds, "counters": counters}
+                for name, seconds, counters in self.passes
+            ],
+            "retention": self.retention,
+            "dense_below": self.dense_below,
+            "implementation": self.implementation,
+            "memory": self.memory,
+        }
+
+    def render(self) -> Group:
+        """The report as a rich renderable: `rich.print(report.render())`."""
+        from sparse_compile.report_view import render
+
+        return render(self)
+
+
+def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONTEXTS) -> Report:
+    """The report of a compiled model. contexts: numbers of visible tokens to state the expected reads for."""
+    program, config = compiled.program, compiled.sparse_config
+    item = compiled.dtype.itemsize
+    fraction = config.retention
+    return Report(
+        model=type(compiled.model).__name__,
+        loops=program.loops,
+        rolled=program.rolled,
+        roll_reason=program.roll_reason,
+        layers=tuple(_layers(program.sites)),
+        kv_bytes_per_token=sum(_kv_bytes(site, item) for site in program.sites),
+        reads=tuple(_reads(program, context, item, config.dense_below) for context in contexts),
+        passes=tuple((one.name, one.seconds, dict(one.counters)) for one in program.passes),
+        retention={
+            "key_retention": float(fraction),
+            "fraction": f"{fraction.numerator}/{fraction.denominator}",
+            "capture_loop": config.capture_loop,
+            "recapture_every": config.recapture_every,
+            "enabled": config.enabled,
+        },
+        dense_below=config.dense_below,
+        implementation=config.implementation,
+        memory=_memory(compiled.engine),
+    )
+
+
+def _layers(sites: Iterable[Site]) -> Iterable[LayerRow]:
+    by_layer: dict[str, list[Site]] = {}
+    for site in sites:
+        by_layer.setdefault(site.layer, []).append(site)
+    for layer, calls in by_layer.items():
+        calls.sort(key=lambda site: site.loop)
+        kinds, reasons = tuple(site.kind for site in calls), tuple(site.reason for site in calls)
+        yield LayerRow(layer, kinds, reasons, calls[0].window)
+
+
+def _kv_bytes(site: Site, item: int) -> int:
+    """Bytes of one key and one value of every KV head at a site."""
+    return 2 * site.kv_heads * site.head_dim * item
+
+
+def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads:
+    dense = sparse = 0
+    for site in program.sites:
+        visible = min(context, site.window) if site.window else context
+        whole = visible * _kv_bytes(site, item)
+        dense += whole
+        if site.kind == "consume" and context >= dense_below:
+            kept = retained_count(context, program.retention.numerator, program.retention.denominator)
+            whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
+        sparse += whole
+    return Reads(context, dense, sparse)
+
+
+def _memory(engine: Any) -> dict[str, int]:
+    if engine is None:
+        return {}
+    pools = {"kv_pool": engine.pool, "reference_store": engine.store}
+    return {name: int(pool.bytes) for name, pool in pools.items() if pool is not None}
+
+
+def format_bytes(size: float) -> str:
+    """Bytes for people: "768.0 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

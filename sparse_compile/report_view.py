@@ -1,0 +1,107 @@
+"""A report for people: rich tables. Neighbouring layers that were treated alike share a line."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from sparse_compile.report import LayerRow, Report
+
+STYLES = {"dense": "blue", "capture": "yellow", "consume": "green"}
+
+
+def render(report: Report) -> Group:
+    """Tables for the layers and the reads, lines for the rest."""
+    parts: list[Table | Text] = [_title(report), _layer_table(report), _counts(report)]
+    parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
+    if report.reads:
+        parts.append(_read_table(report))
+    parts += [_roll(report), _passes(report), Text(f"implementation: {report.implementation}")]
+    if report.memory:
+        held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in report.memory.items())
+        parts.append(Text(f"held by the engine: {held}"))
+    return Group(*parts)
+
+
+def _title(report: Report) -> Text:
+    kept = (
+        f"key_retention {report.retention['key_retention']:g}"
+        if report.retention["enabled"]
+        else "sparse off"
+    )
+    return Text(f"{report.model}: {report.loops} loops, {kept}", style="bold")
+
+
+def _layer_table(report: Report) -> Table:
+    table = Table(header_style="bold", title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for loop in range(report.loops):
+        table.add_column(f"loop {loop}")
+    table.add_column("why", overflow="fold")
+    for _, same in groupby(report.layers, key=lambda row: (row.kinds, row.reasons, row.window)):
+        rows = list(same)
+        cells = [Text(kind, style=STYLES.get(kind, "")) for kind in rows[0].kinds]
+        cells += [Text("")] * (report.loops - len(cells))
+        table.add_row(_layer_name(rows), *cells, _why(rows[0]))
+    return table
+
+
+def _layer_name(rows: list[LayerRow]) -> str:
+    """ "model.layers.0..23.self_attn" for a run of layers whose names differ in one number."""
+    first, last = rows[0].layer, rows[-1].layer
+    if len(rows) == 1:
+        return first
+    heads, tails = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+    differing = [place for place, (a, b) in enumerate(zip(heads, tails, strict=False)) if a != b]
+    if len(heads) == len(tails) and len(differing) == 1:
+        heads[differing[0]] += f"..{tails[differing[0]]}"
+        return "".join(heads)
+    return f"{first} .. {last} ({len(rows)} layers)"
+
+
+def _why(row: LayerRow) -> str:
+    """Every reason once, in order of loops."""
+    return "; ".join(dict.fromkeys(row.reasons))
+
+
+def _counts(report: Report) -> Text:
+    total = sum(report.counts.values())
+    text = Text(f"{total} attention calls per token: ")
+    for place, (kind, number) in enumerate(report.counts.items()):
+        text.append(", " if place else "").append(f"{number} {kind}", style=STYLES[kind])
+    if report.retention["enabled"] and not report.counts["consume"]:
+        text.append(" (nothing is sparse)", style="bold")
+    return text
+
+
+def _read_table(report: Report) -> Table:
+    table = Table(header_style="bold")
+    for name in ("visible tokens", "dense reads", "sparse reads (at most)", "ratio"):
+        table.add_column(name, justify="right")
+    for one in report.reads:
+        table.add_row(
+            f"{one.context:,}", _bytes(one.dense_bytes), _bytes(one.sparse_bytes), f"{one.ratio:.3f}"
+        )
+    return table
+
+
+def _roll(report: Report) -> Text:
+    return Text("loop: rolled into one body" if report.rolled else f"loop: not rolled, {report.roll_reason}")
+
+
+def _passes(report: Report) -> Text:
+    return Text(
+        "passes: " + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
+    )
+
+
+def _bytes(size: float) -> str:
+    from sparse_compile.report import format_bytes
+
+    return format_bytes(size)

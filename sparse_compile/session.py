@@ -1,0 +1,166 @@
+"""One engine and the calls that share it: a stream may stay open while another call generates."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparse_compile.config import SparseConfig
+from sparse_compile.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from sparse_compile.runtime.engine import Engine
+    from sparse_compile.runtime.request import SamplingParams, StepOutput
+
+MakeEngine = Callable[[int, int], "Engine"]
+
+# When a call needs more rows or more context than the engine has, both grow, unless that would reserve more
+# than this times the memory that the larger of the two calls needs by itself.
+_SPARE_MEMORY = 2
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One row of a call."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Session:
+    """An engine with the size it was made for. Its outputs are sorted into one mailbox per live request."""
+
+    def __init__(self, engine: Engine, rows: int, context: int) -> None:
+        self.engine, self.rows, self.context = engine, rows, context
+        self._mail: dict[str, deque[StepOutput]] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._mail)
+
+    def run(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[int, StepOutput]]:
+        """Yield (row, output) of all requests as they come, until each has finished.
+
+        Raises the error of the first request that fails. However this ends (an error, KeyboardInterrupt,
+        closing the generator), no request of this call stays in the engine.
+        """
+        rows: dict[str, int] = {}
+        open_ids: set[str] = set()
+        try:
+            with self._lock:
+                for row, request in enumerate(requests):
+                    name = self._submit(request)
+                    rows[name] = row
+                    open_ids.add(name)
+            while open_ids:
+                for output in self._next(open_ids):
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+                    if output.error is not None:
+                        output.error.add_note(f"in row {rows[output.request_id]} of the call")
+                        raise output.error
+                    yield rows[output.request_id], output
+        finally:
+            self._forget(rows, open_ids)
+
+    def _submit(self, request: EngineRequest) -> str:
+        name = self.engine.add_request(request.prompt, request.params)
+        self._mail[name] = deque()
+        return name
+
+    def _next(self, ids: set[str]) -> list[StepOutput]:
+        """The outputs that wait for `ids`, after as many engine steps as it takes to have one."""
+        with self._lock, torch.no_grad():
+            while True:
+                found = [output for name in sorted(ids) for output in self._take(name)]
+                if found:
+                    return found
+                if not self.engine.has_unfinished():
+                    raise RuntimeError(f"the engine is idle, but {len(ids)} requests have not finished")
+                for output in self.engine.step():
+                    if output.request_id in self._mail:
+                        self._mail[output.request_id].append(output)
+
+    def _take(self, name: str) -> list[StepOutput]:
+        mail = self._mail[name]
+        found = list(mail)
+        mail.clear()
+        return found
+
+    def _forget(self, names: Iterable[str], unfinished: set[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._mail.pop(name, None)
+                if name in unfinished:
+                    self.engine.abort(name)
+
+
+class SessionKeeper:
+    """Holds the present session and makes a larger one when a call needs it."""
+
+    def __init__(self, make_engine: MakeEngine, config: SparseConfig) -> None:
+        self.make_engine, self._config = make_engine, config
+        self._session: Session | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def present(self) -> Session | None:
+        return self._session
+
+    def check(self, rows: int, context: int) -> None:
+        """Raise ArgumentError when a call is larger than the limits that the user fixed."""
+        if self._config.max_batch is not None and rows > self._config.max_batch:
+            raise ArgumentError(
+                "max_batch",
+                self._config.max_batch,
+                f"the call has {rows} sequences, more than this limit",
+                f"compile with max_batch={rows} or more, or split the call",
+            )
+        if self._config.max_context is not None and context > self._config.max_context:
+            raise ArgumentError(
+                "max_context",
+                self._config.max_context,
+                f"the call needs {context} tokens (prompt + new), more than this limit",
+                f"compile with max_context={context} or more, or shorten the prompt or max_new_tokens",
+            )
+
+    def session(self, rows: int, context: int) -> Session:
+        """A session with room for `rows` sequences of `context` tokens (ValueError beyond a fixed limit)."""
+        self.check(rows, context)
+        with self._lock:
+            present = self._session
+            if present is not None and rows <= present.rows and context <= present.context:
+                return present
+            sizes = self._sizes(rows, context)
+            # An idle engine gives its memory back first; one with an open stream lives on with that stream.
+            present, self._session = None, None
+            self._session = self._make(sizes)
+            return self._session
+
+    def _make(self, sizes: list[tuple[int, int]]) -> Session:
+        """A session of the first size; of the next one if the first does not fit into memory."""
+        *larger, least = sizes
+        for size in larger:
+            with contextlib.suppress(ValueError):
+                return Session(self.make_engine(*size), *size)
+        return Session(self.make_engine(*least), *least)
+
+    def _sizes(self, rows: int, context: int) -> list[tuple[int, int]]:
+        """(rows, context) of a new session, best first: with room for earlier calls, then without."""
+        page = self._config.page_size
+        sizes = [(rows, -(-context // page) * page)]
+        if self._session is not None:
+            grown = max(rows, self._session.rows), max(sizes[0][1], self._session.context)
+            alone = max(rows * sizes[0][1], self._session.rows * self._session.context)
+            if grown[0] * grown[1] <= _SPARE_MEMORY * alone:
+                sizes.insert(0, grown)
+        fixed = self._config.max_batch, self._config.max_context
+        sizes = [(fixed[0] or one[0], fixed[1] or one[1]) for one in sizes]
+        return list(dict.fromkeys(sizes))
