@@ -37,9 +37,8 @@ class KeyCounter:
 
     def __init__(self, sites: Sequence[SiteLike], retention: tuple[int, int] | None) -> None:
         self._retention = retention or (1, 1)
-        self._full: Counter[int] = (
-            Counter()
-        )  # window (0: none) -> query heads of all sites that always read it whole
+        # window (0: none) -> query heads of all sites that always read it whole
+        self._full: Counter[int] = Counter()
         self._retained = 0  # query heads of all consume sites
         self._loops = max((site.loops for site in sites), default=1)
         for site in sites:

@@ -165,7 +165,8 @@ class Engine:
         request.append(result.token, time.perf_counter())
         output = StepOutput(request.id, result.token, result.logprob, False, None)
         if request.params.want_logits:
-            output.logits, output.scores = logits.clone(), result.scores
+            output.logits = logits.clone()
+            output.scores = None if result.scores is None else result.scores.clone()
         reason, error = self._ask_finish(request, result)
         if request.finished:
             return None

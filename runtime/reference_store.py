@@ -199,12 +199,8 @@ class ReferenceStore:
         numbers = [[lease.slot for lease in chain] + [0] * (width - len(chain)) for chain in chains]
         with self._on_stream():
             table = self._numbers(numbers)
-            dead = (
-                rejected.to(torch.int32).cumsum(-1) > 0
-            )  # [B, K]: a rejected row takes those behind it along
-            hit = torch.where(
-                dead, table, 0
-            ).flatten()  # the others point at the dummy slot, which is never valid
+            dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
+            hit = torch.where(dead, table, 0).flatten()  # the rest hit the dummy slot, which is never valid
             self.valid.index_fill_(0, hit, False)
             self.count.index_fill_(0, hit, 0)
 

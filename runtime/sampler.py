@@ -13,9 +13,7 @@ from sparse_compile.runtime.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class Sample:
-    """A chosen token and its log-probability under the processed scores; scores [vocab], owned, where asked
-    for.
-    """
+    """A chosen token, its log-probability under the processed scores, and these: [vocab], borrowed."""
 
     token: int
     logprob: float
@@ -80,7 +78,7 @@ def _sample_one(scores: torch.Tensor, request: Request) -> Sample | Exception:
             token = int(torch.multinomial(logs.exp(), 1, generator=params.generator))
         else:
             token = int(scores.argmax(dim=-1))
-        return _checked(token, float(logs[0, token]), scores[0].clone())
+        return _checked(token, float(logs[0, token]), scores[0])
     except Exception as error:
         return error
 

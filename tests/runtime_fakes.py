@@ -23,6 +23,7 @@ from sparse_compile.runtime.request import SamplingParams, StepOutput
 
 VOCAB = 24
 RETENTION = (3, 10)
+PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4])
 
 
 @dataclass(frozen=True)
@@ -172,3 +173,17 @@ def tokens_of(outputs: Sequence[StepOutput]) -> list[int]:
 
 def greedy(new: int, **settings: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, **settings)  # type: ignore[arg-type]
+
+
+def only(outputs: dict[str, list[StepOutput]]) -> list[StepOutput]:
+    (values,) = outputs.values()
+    return values
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], new: int = 6, **params: object
+) -> list[list[int]]:
+    ids = [engine.add_request(prompt, greedy(new, **params)) for prompt in prompts]
+    outputs = run_all(engine)
+    assert all(outputs[name][-1].finished for name in ids)
+    return [tokens_of(outputs[name]) for name in ids]
