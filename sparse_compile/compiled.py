@@ -68,16 +68,16 @@ class CompiledModel:
         """Generate, with the arguments and defaults of transformers' `generate`.
 
         inputs (or input_ids): int [B, N] or [N].
-        attention_mask: [B, N]: 0/1 integers, bool, or float (0/1 or additive); padding on either side, or holes.
+        attention_mask: [B, N], 0/1 integers, bool, or float (0/1 or additive); padding on either side or holes.
         token_type_ids: for prefix-LM models, ones on the bidirectional prefix.
-        generation_config, and further keyword arguments: transformers' generation settings. Lengths (max_length,
-            min_length) count the padded width N, as in transformers.
+        generation_config, and further keyword arguments: transformers' generation settings. Lengths
+            (max_length, min_length) count the padded width N, as in transformers.
         logits_processor, stopping_criteria: lists of callables, called per row with ids [1, N + new].
         prefix_allowed_tokens_fn: called with (row of the input, ids [N + new]).
         streamer: a BaseStreamer; one sequence only.
         tokenizer: for stop_strings.
-        seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it torch's
-            global generator decides.
+        seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it
+            torch's global generator decides.
         progress: overrides the option of the same name; a callable is given (done, total) tokens.
 
         Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row

@@ -35,8 +35,7 @@ class SparseConfig:
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
     validate: compare the compiled program with the model's own forward before it is returned.
-    roll: False keeps the loop unrolled: every loop has graph code of its own (to compare, or to find a
-    fault).
+    roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
 

@@ -53,8 +53,7 @@ class Resolved:
 
 
 def resolve(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Resolved:
-    """Fill in defaults as transformers does: call arguments, then `generation_config`, then the model's, then
-    global."""
+    """Fill in defaults as transformers does: the call's, `generation_config`'s, the model's, the global ones."""
     if not isinstance(model, GenerationMixin):
         raise TypeError(
             f"generate needs a model with transformers' GenerationMixin; {type(model).__name__} has none"
