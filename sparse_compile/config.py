@@ -34,6 +34,7 @@ class SparseConfig:
     enabled: False runs everything dense (to compare, or as an off-switch).
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
+    roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     validate: compare the compiled program with the model's own forward before it is returned.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
@@ -50,6 +51,7 @@ class SparseConfig:
     enabled: bool = True
     page_size: int = 16
     prefill_chunk: int = 512
+    roll: bool = True
     validate: bool = True
     roll: bool = True
     progress: bool | None = True

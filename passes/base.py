@@ -1,0 +1,112 @@
+"""The shape of a pass and the manager that runs them.
+
+A pass reads and extends one `Compilation`. The manager times it, dumps the graph before and after under numbered names,
+lints it, and checks the pass's own post-condition; a failure names the pass and those that ran before it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from torch import fx
+
+from ..kernels.retention import Retention
+from .errors import OptionError, PassError, UnsupportedModel
+from .program import PassRecord, Roll, Site, Variant
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the passes are told.
+
+    Attributes:
+        retention: share of visible keys that a consume keeps.
+        enabled: False makes every site dense.
+        capture_loop: loop whose scores choose the retained keys.
+        recapture_every: capture again every so many loops after `capture_loop`; None captures once.
+        implementation: which kernels the ops run: "auto", "reference", "batched" or "triton".
+        roll: fold the loop into one body where that can be proved.
+        dump_dir: where numbered graphs are written, or None.
+    """
+
+    retention: Retention
+    enabled: bool = True
+    capture_loop: int = 1
+    recapture_every: int | None = None
+    implementation: str = "auto"
+    roll: bool = True
+    dump_dir: Path | None = None
+
+
+@dataclass
+class Compilation:
+    """Everything that passes hand on to each other.
+
+    Attributes:
+        graph: the traced graph with one marker per attention call.
+        sites: one entry per marker, in execution order; empty until the site pass ran.
+        markers: the marker nodes, in the same order.
+        roll: the proved loop, or None with `roll_reason` saying why not.
+        variants: the rewritten programs by name ("dense", "sparse", "mixed").
+    """
+
+    graph: fx.GraphModule
+    options: Options
+    sites: tuple[Site, ...] = ()
+    markers: tuple[fx.Node, ...] = ()
+    roll: Roll | None = None
+    roll_reason: str = ""
+    variants: dict[str, Variant] = field(default_factory=dict)
+
+
+class Pass(ABC):
+    """One transformation. `run` returns what it did as counters; `ensure` raises if its promise does not hold."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, compilation: Compilation) -> dict[str, int]: ...
+
+    def ensure(self, compilation: Compilation) -> None:  # noqa: B027  most passes are covered by lint and grammar
+        """Check the post-condition; the base class promises nothing beyond a graph that lints."""
+
+
+@dataclass
+class PassManager:
+    """Runs passes in order over one compilation."""
+
+    passes: tuple[Pass, ...]
+
+    def run(self, compilation: Compilation) -> tuple[PassRecord, ...]:
+        records: list[PassRecord] = []
+        for number, step in enumerate(self.passes):
+            self._dump(compilation, number, step.name, "before")
+            start = time.perf_counter()
+            try:
+                counters = step.run(compilation)
+                compilation.graph.graph.lint()
+                step.ensure(compilation)
+            except (UnsupportedModel, OptionError):
+                raise
+            except Exception as error:
+                before = ", ".join(record.name for record in records) or "none"
+                raise PassError(f"pass {step.name!r} failed (passes before it: {before}): {error}") from error
+            records.append(PassRecord(step.name, time.perf_counter() - start, counters))
+            self._dump(compilation, number, step.name, "after")
+        return tuple(records)
+
+    @staticmethod
+    def _dump(compilation: Compilation, number: int, name: str, when: str) -> None:
+        directory = compilation.options.dump_dir
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{number:02d}_{name}_{when}.txt").write_text(str(compilation.graph.graph) + "\n")
+        if when == "after":
+            for variant in compilation.variants.values():
+                text = "\n\n".join(stage.text() for stage in variant.stages)
+                (directory / f"{number:02d}_{name}_{variant.name}.txt").write_text(text + "\n")

@@ -1,0 +1,117 @@
+"""What must hold of the rewritten programs before anything runs them.
+
+- The ops that one step runs, plane by plane, are those of the schedule, and every plane is written exactly once.
+- Every consume reads the line of the store that an earlier op of the same step captured, and depends on that capture
+  through data, so that neither dead-code elimination nor reordering can part them.
+- Pool, plan and store arguments are inputs of the stage, and nothing but our ops touches pool or store: no clone, no view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from .base import Compilation, Pass
+from .errors import PassError
+from .program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Site, Stage, Variant
+from .schedule import check_order
+
+_ops = torch.ops.sparse_compile
+_PLAN = (*POOL_INPUTS, *PLAN_INPUTS)
+_RUNTIME_INPUTS = {*_PLAN, *STORE_INPUTS, "row_slot", *MODE_INPUTS.values()}
+_INPUTS = {
+    _ops.dense.default: (_PLAN,),
+    _ops.capture.default: ((*_PLAN, "row_slot", *STORE_INPUTS),),
+    _ops.consume.default: ((*_PLAN, "row_slot", *STORE_INPUTS),),
+    _ops.mixed.default: tuple((*_PLAN, "row_slot", mode, *STORE_INPUTS) for mode in MODE_INPUTS.values()),
+}
+
+
+def attention_ops(stage: Stage) -> Iterator[fx.Node]:
+    """Our attention ops of one stage, in order."""
+    return (node for node in stage.module.graph.nodes if node.op == "call_function" and node.target in _INPUTS)
+
+
+def op_kind(node: fx.Node) -> str:
+    """"dense", "capture" or "consume"; a mixed op is what its mode input says."""
+    if node.target is _ops.mixed.default:
+        mode = node.args[11]
+        return next(kind for kind, name in MODE_INPUTS.items() if isinstance(mode, fx.Node) and mode.target == name)
+    return next(kind for kind in ("dense", "capture", "consume") if node.target is getattr(_ops, kind).default)
+
+
+def _check_inputs(stage: Stage) -> None:
+    for node in attention_ops(stage):
+        names = tuple(arg.target for arg in node.args[3:] if isinstance(arg, fx.Node) and arg.op == "placeholder")
+        if names not in _INPUTS[node.target]:  # type: ignore[index]
+            raise PassError(f"{node.name} in {stage.name!r} has the wrong plan inputs: {names}")
+    for node in stage.module.graph.nodes:
+        if node.op != "placeholder" or node.target not in _RUNTIME_INPUTS:
+            continue
+        strangers = [user.name for user in node.users if user.target not in _INPUTS]
+        if strangers:
+            raise PassError(f"{strangers[0]} in {stage.name!r} touches {node.target}, which only our ops may.")
+
+
+def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
+    """Each plane written once, in order, by the op that the schedule names."""
+    ran = []
+    for stage in variant.stages:
+        for node in attention_ops(stage):
+            plane = int(node.kwargs["plane"]) + stage.loop * int(node.kwargs["plane_stride"])  # type: ignore[arg-type]
+            ran.append((plane, op_kind(node), node.kwargs.get("site")))
+    wanted = [
+        (site.plane, "dense", None)
+        if variant.name == "dense" or site.kind == "dense"
+        else (site.plane, site.kind, site.store_site)
+        for site in sites
+    ]
+    if ran != wanted:
+        at = next((i for i, (a, b) in enumerate(zip(ran, wanted, strict=False)) if a != b), min(len(ran), len(wanted)))
+        raise PassError(f"variant {variant.name!r} does not follow the schedule at site {at}.")
+
+
+def _depends_on(node: fx.Node, source: fx.Node) -> bool:
+    seen, waiting = {node}, [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent is source:
+                return True
+            if parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+    return False
+
+
+def _check_data_edges(variant: Variant) -> None:
+    """Within a stage, a consume depends on its capture; between stages, the stage that captures feeds what follows."""
+    for number, stage in enumerate(variant.stages):
+        captures: dict[object, fx.Node] = {}
+        for node in attention_ops(stage):
+            line = node.kwargs.get("site")
+            if op_kind(node) == "capture":
+                captures[line] = node
+            elif op_kind(node) == "consume" and line in captures and not _depends_on(node, captures[line]):
+                raise PassError(f"{node.name} in {stage.name!r} consumes without depending on {captures[line].name}.")
+        later = {name for following in variant.stages[number + 1 :] for name in following.inputs}
+        if captures and number + 1 < len(variant.stages) and not later & set(stage.outputs):
+            raise PassError(f"stage {stage.name!r} captures, but nothing after it reads its outputs.")
+
+
+class Grammar(Pass):
+    """Checks; changes nothing."""
+
+    name = "grammar"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        check_order(compilation.sites)
+        ops = 0
+        for variant in compilation.variants.values():
+            for stage in variant.stages:
+                _check_inputs(stage)
+                ops += sum(1 for _ in attention_ops(stage))
+            _check_planes(variant, compilation.sites)
+            _check_data_edges(variant)
+        return {"variants": len(compilation.variants), "ops": ops}

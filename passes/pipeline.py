@@ -1,0 +1,43 @@
+"""From a Hugging Face model to a program: trace, then every pass in order."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .base import Compilation, Options, PassManager
+from .canonicalize import Canonicalize
+from .grammar import Grammar
+from .program import PassRecord, Program
+from .rewrite import Rewrite
+from .roll import RollLoop
+from .schedule import Schedule
+from .sites import LabelSites
+from .trace import trace
+
+PASSES = (Canonicalize(), LabelSites(), Schedule(), RollLoop(), Rewrite(), Grammar())
+
+
+def build_program(model: nn.Module, options: Options) -> Program:
+    """Trace `model` and rewrite it by `options`.
+
+    Raises:
+        UnsupportedModel: the model cannot be compiled; the message is one sentence that names the module.
+        OptionError: `capture_loop` is not below the model's number of loops.
+        PassError: a bug of the compiler.
+    """
+    import time
+
+    start = time.perf_counter()
+    graph = trace(model)
+    traced = PassRecord("trace", time.perf_counter() - start, {"nodes": len(graph.graph.nodes)})
+    compilation = Compilation(graph, options)
+    records = PassManager(PASSES).run(compilation)
+    return Program(
+        sites=compilation.sites,
+        traced=compilation.graph,
+        variants=compilation.variants,
+        roll=compilation.roll,
+        roll_reason=compilation.roll_reason,
+        retention=options.retention,
+        passes=(traced, *records),
+    )

@@ -1,0 +1,190 @@
+"""What the passes produce: sites, the proved loop, program variants made of stages, and the program that holds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..kernels.retention import Retention
+
+PLAN_INPUTS = ("block_table", "row_seq", "row_position", "row_length", "row_loop")
+POOL_INPUTS = ("k_pool", "v_pool")
+STORE_INPUTS = ("index", "count", "mass", "o_ref", "c_ref")
+MODE_INPUTS = {"capture": "row_mode_capture", "consume": "row_mode_consume"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call of one forward.
+
+    Attributes:
+        name: `layer` with its loop, e.g. "model.layers.3.self_attn@2".
+        layer: path of the attention module.
+        loop: which call of this module it is, from 0.
+        loops: how many calls of this module one forward makes; 1 means the layer is not looped.
+        plane: KV plane, equal to the site's place in execution order.
+        store_site: line of the reference store, for layers that capture.
+        kind: "dense", "capture" or "consume".
+        reason: why, in one clause.
+        scale, window, softcap: the attention's own numbers; window 0 and softcap 0.0 mean none.
+    """
+
+    name: str
+    layer: str
+    loop: int
+    loops: int
+    plane: int
+    store_site: int | None
+    kind: str
+    reason: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    softcap: float
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass that ran: its name, wall time in seconds, and what it counted."""
+
+    name: str
+    seconds: float
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A value that one body hands to the next: where it starts, and the place in the body that renews it."""
+
+    initial: fx.Node
+    offset: int
+
+
+@dataclass(frozen=True)
+class Roll:
+    """A loop proved in the traced graph: body i is nodes[start + i * length : start + (i + 1) * length].
+
+    Attributes:
+        repeats: number of bodies.
+        first_site, period: the sites of body i are first_site + i * period ... + period - 1.
+        carried: values handed from body to body.
+        invariant: values from before the loop that every body reads.
+        exported: offsets in the last body that later nodes read.
+    """
+
+    start: int
+    length: int
+    repeats: int
+    first_site: int
+    period: int
+    carried: tuple[Carried, ...]
+    invariant: tuple[fx.Node, ...]
+    exported: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One graph of a variant, run on named values.
+
+    Attributes:
+        name: "trunk", "prologue", "body 2 (consume)", "epilogue" or "head".
+        module: the graph; called with `inputs` in order, returns a tuple for `outputs`.
+        inputs, outputs: names in the executor's environment.
+        loop: value of the plan input `row_loop` while this stage runs.
+        row_inputs: for the head: the inputs whose first dimension is rows, reduced to the rows that need logits.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loop: int = 0
+    row_inputs: frozenset[str] = frozenset()
+
+    def text(self) -> str:
+        return f"# {self.name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})\n{self.module.graph}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the model over a row batch: all dense, by the schedule, or with a mode per row."""
+
+    name: str
+    stages: tuple[Stage, ...]
+
+    def op_counts(self) -> Counter[str]:
+        """How many of our ops one step of this variant runs."""
+        return Counter(
+            node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+            for stage in self.stages
+            for node in stage.module.graph.nodes
+            if node.op == "call_function" and str(getattr(node.target, "namespace", "")) == "sparse_compile"
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model: what was found, what was rewritten, and the variants that run it."""
+
+    sites: tuple[Site, ...]
+    traced: fx.GraphModule
+    variants: dict[str, Variant]
+    roll: Roll | None
+    roll_reason: str
+    retention: Retention
+    passes: tuple[PassRecord, ...] = field(default=())
+
+    @property
+    def rolled(self) -> bool:
+        return self.roll is not None
+
+    @property
+    def loops(self) -> int:
+        """The largest number of calls of one layer."""
+        return max(site.loops for site in self.sites)
+
+    @property
+    def planes(self) -> int:
+        return len(self.sites)
+
+    @property
+    def store_sites(self) -> int:
+        """Lines of the reference store; 0 when nothing captures."""
+        return len({site.store_site for site in self.sites if site.store_site is not None})
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits per row."""
+        output = self.traced.graph.output_node().args[0]
+        assert isinstance(output, fx.Node)
+        return int(output.meta["val"].shape[-1])
+
+    @property
+    def sparse(self) -> bool:
+        return any(site.kind == "consume" for site in self.sites)
+
+    def counts(self) -> dict[str, int]:
+        found = Counter(site.kind for site in self.sites)
+        return {kind: found[kind] for kind in ("dense", "capture", "consume")}
+
+    def graph_text(self, which: str) -> str:
+        """The traced graph ("before"), what a decode step runs ("after"), or the distinct loop bodies ("body").
+
+        Raises:
+            ValueError: "body" of a program that is not rolled, with the reason; an unknown name.
+        """
+        stages = self.variants["sparse" if self.sparse else "dense"].stages
+        if which == "before":
+            return str(self.traced.graph)
+        if which == "after":
+            return "\n\n".join(stage.text() for stage in stages)
+        if which != "body":
+            raise ValueError(f"graph={which!r}: choose one of before, after, body.")
+        if not self.rolled:
+            raise ValueError(f"graph='body': the loop is not rolled, {self.roll_reason}. Use 'after'.")
+        bodies = {id(stage.module): stage for stage in reversed(stages) if stage.name.startswith("body")}
+        return "\n\n".join(stage.text() for stage in reversed(bodies.values()))

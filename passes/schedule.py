@@ -1,0 +1,85 @@
+"""Decide, by loop depth alone, which sites are dense, capture or consume.
+
+Default: loop 0 dense, loop 1 capture, later loops consume. A capture that no later loop would read is left dense, and so
+are sliding-window sites and layers that run once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from .base import Compilation, Options, Pass
+from .errors import OptionError, PassError
+from .program import Site
+
+
+def is_capture_loop(loop: int, options: Options) -> bool:
+    """Whether a looped site at this depth captures, before asking whether anything consumes it."""
+    past = loop - options.capture_loop
+    if past == 0:
+        return True
+    return options.recapture_every is not None and past > 0 and past % options.recapture_every == 0
+
+
+def schedule_site(site: Site, options: Options) -> tuple[str, str]:
+    """`(kind, reason)` of one site."""
+    if site.loops == 1:
+        return "dense", "layer is not looped"
+    if not options.enabled:
+        return "dense", "sparse attention is off"
+    if options.retention.numerator == options.retention.denominator:
+        return "dense", "retention 1.0 keeps every key"
+    if site.window:
+        return "dense", f"sliding window of {site.window} tokens"
+    if site.loop < options.capture_loop:
+        return "dense", f"loop {site.loop}, before the capture loop {options.capture_loop}"
+    if not is_capture_loop(site.loop, options):
+        source = max(loop for loop in range(site.loop) if is_capture_loop(loop, options))
+        return "consume", f"keys chosen in loop {source}"
+    following = site.loop + 1
+    if following >= site.loops or is_capture_loop(following, options):
+        return "dense", f"loop {site.loop} would capture, but no later loop consumes it"
+    return "capture", f"capture loop {site.loop}"
+
+
+def check_capture_loop(sites: tuple[Site, ...], options: Options) -> None:
+    """Raises OptionError if no layer runs often enough to capture in the loop that was asked for."""
+    loops = max(site.loops for site in sites)
+    if options.enabled and options.capture_loop >= loops:
+        raise OptionError(
+            f"capture_loop={options.capture_loop} must be below {loops}, the model's number of loops; "
+            f"choose capture_loop between 0 and {loops - 1}."
+        )
+
+
+class Schedule(Pass):
+    name = "schedule"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        check_capture_loop(compilation.sites, compilation.options)
+        lines: dict[str, int] = {}
+        sites = []
+        for site in compilation.sites:
+            kind, reason = schedule_site(site, compilation.options)
+            if kind == "capture":
+                lines.setdefault(site.layer, len(lines))
+            sites.append(replace(site, kind=kind, reason=reason))
+        compilation.sites = tuple(
+            replace(site, store_site=lines[site.layer]) if site.kind != "dense" else site for site in sites
+        )
+        counts = Counter(site.kind for site in compilation.sites)
+        return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
+
+    def ensure(self, compilation: Compilation) -> None:
+        check_order(compilation.sites)
+
+
+def check_order(sites: tuple[Site, ...]) -> None:
+    """Every consume has a capture of its own layer at a lower depth; raises PassError otherwise."""
+    captured: dict[str, list[int]] = defaultdict(list)
+    for site in sites:
+        if site.kind == "capture":
+            captured[site.layer].append(site.loop)
+        elif site.kind == "consume" and not any(loop < site.loop for loop in captured[site.layer]):
+            raise PassError(f"{site.name} consumes, but no lower loop of {site.layer} captures.")

@@ -1,0 +1,197 @@
+"""Export a Hugging Face causal language model once, on rows.
+
+A row is one token on its own: `input_ids [T, 1]`, `position_ids [T, 1]`, T symbolic. Only attention mixes tokens, and
+during the trace every attention call becomes one marker node that holds the row's fresh query, key and value:
+
+    q, k, v = ...                                  q, k, v = ...
+    mask = causal mask                      ->     o = torch.ops.sparse_compile.site(q, k, v, scale=.., window=.., softcap=..)
+    o = softmax(q k' * scale + mask) v
+
+No cache and no mask is in the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import InputKind
+
+from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
+from .attention import attention_override, evaluation_mode
+from .errors import UnsupportedModel
+from .probe import Probe, local_attention, probe
+
+_ROWS = 3  # any number but 0 and 1, which export would treat as special
+# Keyword arguments that attention functions receive and that do not change their result for a row.
+_HARMLESS = {"position_ids", "cache_position", "dropout", "is_causal", "position_embeddings"}
+
+
+class _Rows(nn.Module):
+    """The function that is exported: token ids and positions in, logits out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+def _check_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    if v.shape[-1] != q.shape[-1] or k.shape[-1] != q.shape[-1]:
+        raise UnsupportedModel(
+            f"{name} has keys of {k.shape[-1]} and values of {v.shape[-1]} dimensions for queries of {q.shape[-1]}; "
+            "the KV pool needs them equal.",
+            name,
+        )
+    if q.shape[1] % k.shape[1]:
+        raise UnsupportedModel(f"{name} has {q.shape[1]} query heads for {k.shape[1]} KV heads; no whole ratio.", name)
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and key not in _HARMLESS:
+            raise UnsupportedModel(f"{name} passes `{key}` to attention, which the rewritten ops do not apply.", name)
+
+
+def _marker_attention(model: nn.Module, seen: Probe) -> Any:
+    """The attention function of the trace: a marker for calls that mix tokens, plain attention for the others."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        name = names.get(id(module), type(module).__name__)
+        if name not in seen.mixing:
+            return local_attention(query, key, value, scaling), None
+        _check_call(name, query, key, value, kwargs)
+        out = torch.ops.sparse_compile.site(
+            query.squeeze(2),
+            key.squeeze(2),
+            value.squeeze(2),
+            scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+            window=seen.mixing[name],
+            softcap=float(softcap or 0.0),
+        )
+        return out.unsqueeze(1), None
+
+    return attention
+
+
+def _check_model(model: nn.Module) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(f"{type(model).__name__} is not a transformers PreTrainedModel.")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{type(model).__name__}.forward takes no position_ids, so rows cannot be given their positions."
+        )
+    if getattr(model.config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise UnsupportedModel(
+            f"{type(model).__name__} with recurrent_kv_cache_mode='last_loop' lets earlier loops read the last loop's "
+            "cache, which a row trace cannot see; load it with recurrent_kv_cache_mode='per_loop'."
+        )
+
+
+def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
+    device = next(model.parameters()).device
+    ids = torch.ones(_ROWS, 1, dtype=torch.long, device=device)
+    positions = torch.arange(_ROWS, device=device)[:, None]
+    rows = Dim.AUTO
+    with evaluation_mode(model), attention_override(model, _marker_attention(model, seen)):
+        program = export(_Rows(model), (ids, positions), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
+    if any(node.op == "call_function" and _mutates(node) for node in program.graph.nodes):
+        program = program.run_decompositions({})
+    return program
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def strip_wrapper(path: str) -> str:
+    """`model.x.y` of the exported wrapper -> `x.y` of the user's model."""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def _inline_weights(program: ExportedProgram, model: nn.Module) -> fx.GraphModule:
+    """Turn lifted parameters, buffers and constants into `get_attr` nodes that share the user's own tensors."""
+    graph = program.graph
+    attributes: dict[str, Any] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            continue
+        node = next(n for n in graph.nodes if n.op == "placeholder" and n.name == spec.arg.name)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            name = strip_wrapper(spec.target)
+            value = _attribute(model, name)
+        else:
+            name = f"constants.{spec.arg.name}"
+            value = program.constants[spec.target]
+        attributes[name] = value
+        with graph.inserting_before(node):
+            replacement = graph.create_node("get_attr", name)
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
+    output = graph.output_node()
+    output.args = (output.args[0][-1],)
+    return fx.GraphModule(attributes, graph, class_name="Rows")
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    value: Any = model
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """Export `model` on rows: `input_ids int64 [T, 1], position_ids int64 [T, 1] -> logits [T, 1, vocab]`.
+
+    Weights are `get_attr` nodes under the names of the user's own parameters, and are the user's own tensors.
+
+    Raises:
+        UnsupportedModel: see `probe`; also random numbers in the graph, a graph whose shape depends on the number of
+            rows, attention arguments that the ops do not know, and whatever torch.export cannot capture.
+    """
+    _check_model(model)
+    seen = probe(model)
+    try:
+        program = _export(model, seen)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnsupportedModel(f"torch.export could not capture {type(model).__name__}: {first}") from error
+    graph_module = _inline_weights(program, model)
+    _check_rows(graph_module)
+    return graph_module
+
+
+def _check_rows(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+            raise UnsupportedModel("the traced graph is bound to a fixed number of rows.")
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
+            where = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+            name = strip_wrapper(where[-1]) if where else ""
+            if node.target is torch.ops.aten.dropout.default and not node.args[2]:
+                continue
+            raise UnsupportedModel(
+                f"{name or 'the model'} draws random numbers ({node.target}) on every call; "
+                "the same token would not get the same state twice.",
+                name,
+            )

@@ -1,0 +1,183 @@
+"""Row plans: one step of the engine as flat rows, one token each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sparse_compile.runtime.leases import Lease
+
+ProgramKind = Literal["dense", "sparse", "mixed"]
+
+INACTIVE, DENSE, CAPTURE, CONSUME = 0, 1, 2, 3  # values of row_mode
+
+
+class PlanError(AssertionError):
+    """A plan contradicts itself: a bug of its builder, found by `RowPlan.validate`."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one sequence that a step computes: a chunk of a prompt, or one decode token."""
+
+    tokens: Sequence[int]
+    start: int  # position of the first token
+    pages: Sequence[int] | torch.Tensor  # of the whole sequence; int32 on the host is fastest
+    prefix_length: int = (
+        0  # so many tokens at the beginning of the sequence see each other in both directions
+    )
+    decode: bool = False  # a generated token, not rows of the prompt
+    sparse: bool = False  # the row captures and consumes, under `lease`
+    lease: Lease | None = None
+    wants_logits: bool = False  # the logits of the last row are needed
+
+    def __post_init__(self) -> None:
+        if self.sparse and self.lease is None:
+            raise PlanError("a sparse segment needs the lease of a slot")
+        if self.sparse and len(self.tokens) != 1:
+            raise PlanError(f"a lease is for one row, the sparse segment has {len(self.tokens)}")
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """(position, visible keys) of each row: causal, but rows of the prefix see the whole prefix."""
+        for position in range(self.start, self.end):
+            inside = position < self.prefix_length
+            yield position, max(position + 1, self.prefix_length) if inside else position + 1
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a program needs to know about the T rows of a step. The order of the fields is fixed.
+
+    Inactive padding rows are 0 in every row_ field: they write to page 0 and slot 0 only.
+    """
+
+    block_table: torch.Tensor  # int32 [1 + sequences, longest]; unused entries, line 0: page 0
+    row_seq: torch.Tensor  # int32 [T]: line of block_table
+    row_position: torch.Tensor  # int32 [T]: where k and v of the row are written
+    row_length: torch.Tensor  # int32 [T]: visible keys, the first of the sequence; 0: inactive row
+    row_loop: torch.Tensor  # int32 [T]: loop depth at which the step starts the row
+    row_slot: torch.Tensor  # int32 [T]: slot of the reference store; 0: dummy
+    row_mode: torch.Tensor  # int32 [T]: 0 inactive, 1 dense, 3 sparse; a site's own: mode_at(site.kind)
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]: row_position for the model
+    logit_rows: torch.Tensor  # int64 [n]: rows whose logits are needed, in the order of the segments
+    kind: ProgramKind  # the program variant that runs it: what all active rows are, or "mixed"
+    max_length: int  # visible keys of the longest row, known to the host
+    leases: tuple[Lease, ...]  # of the sparse rows, in the order of the rows
+
+    ROW_FIELDS = ("row_seq", "row_position", "row_length", "row_loop", "row_slot", "row_mode")
+
+    @property
+    def rows(self) -> int:
+        """T, padding included."""
+        return self.token_ids.shape[0]
+
+    def mode_at(self, kind: str) -> torch.Tensor:
+        """row_mode at a site of `kind`: a sparse row is a capture row (2) at "capture", a consume row (3) at
+        "consume".
+        """
+        if kind == "consume":
+            return self.row_mode
+        return self.row_mode.clamp(max=CAPTURE if kind == "capture" else DENSE)
+
+    def validate(self, page_size: int, pages: int, slots: int) -> None:
+        """Raises PlanError when the plan contradicts itself or the pools. Reads the device: for debugging and
+        tests.
+        """
+        for name in self.ROW_FIELDS:
+            _require(getattr(self, name).dtype == torch.int32, f"{name} must be int32")
+            _require(getattr(self, name).shape == (self.rows,), f"{name} must have {self.rows} rows")
+        _require(bool((self.row_length >= 0).all()), "row_length must not be negative")
+        longest = int(self.row_length.max()) if self.rows else 0
+        _require(
+            self.max_length >= longest, f"max_length={self.max_length} is below the longest row, {longest}"
+        )
+        table = self.block_table.cpu()
+        _require(not table[0].any(), "line 0 of block_table must hold page 0 only")
+        _require(bool(((table >= 0) & (table < pages)).all()), f"block_table must stay in {pages} pages")
+        lines = self.row_seq.cpu().long()
+        _require(bool(((lines >= 0) & (lines < table.shape[0])).all()), "row_seq must point into block_table")
+        reach = (table[lines] > 0).sum(-1) * page_size  # tokens that the pages of each row's sequence hold
+        _require(
+            bool((self.row_length.cpu() <= reach).all()), "row_length must stay within the sequence's pages"
+        )
+        active = self.row_length > 0
+        _require(bool((active == (self.row_mode > 0)).all()), "row_mode must be 0 exactly on inactive rows")
+        _require(bool((self.row_position < self.row_length)[active].all()), "a row must see its own key")
+        _require(not self.row_position[~active].any(), "inactive rows must write to position 0")
+        _require(not self.row_seq[~active].any(), "inactive rows must belong to the dummy sequence")
+        sparse = self.row_mode == CONSUME
+        _require(bool((sparse == (self.row_slot > 0)).all()), "exactly the sparse rows must have a slot")
+        _require(bool((self.row_slot < slots).all()), f"row_slot must stay in {slots} slots")
+        _require(
+            self.row_slot[sparse].tolist() == [lease.slot for lease in self.leases],
+            "leases must match row_slot",
+        )
+
+
+class PlanBuilder:
+    """Builds plans on the host and puts them on the device of the pools."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+
+    def build(self, segments: Sequence[Segment], pad_to: int = 0) -> RowPlan:
+        """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all."""
+        columns: list[tuple[int, ...]] = []  # ROW_FIELDS, then the token
+        logit_rows: list[int] = []
+        for line, segment in enumerate(segments, start=1):
+            columns.extend(_rows_of(segment, line))
+            if segment.wants_logits:
+                logit_rows.append(len(columns) - 1)
+        columns.extend([(0,) * 7] * (pad_to - len(columns)))
+        table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 7)
+        narrow = table[:, :6].to(torch.int32)
+        row_fields = {name: self._put(narrow[:, i].contiguous()) for i, name in enumerate(RowPlan.ROW_FIELDS)}
+        return RowPlan(
+            block_table=self._put(_block_table(segments)),
+            **row_fields,
+            token_ids=self._put(table[:, 6].contiguous()),
+            positions=self._put(table[:, 1].contiguous()),
+            logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64)),
+            kind=_kind(segments),
+            max_length=max((row[2] for row in columns), default=0),
+            leases=tuple(segment.lease for segment in segments if segment.sparse and segment.lease),
+        )
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _rows_of(segment: Segment, line: int) -> Iterator[tuple[int, ...]]:
+    """(row_seq, row_position, row_length, row_loop, row_slot, row_mode, token) of each row."""
+    slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)
+    for token, (position, length) in zip(segment.tokens, segment.rows(), strict=True):
+        yield line, position, length, 0, slot, mode, token
+
+
+def _block_table(segments: Sequence[Segment]) -> torch.Tensor:
+    """int32 [1 + sequences, pages of the longest], page 0 where a sequence has no page."""
+    width = max((len(segment.pages) for segment in segments), default=1)
+    table = torch.zeros((1 + len(segments), width), dtype=torch.int32)
+    for line, segment in zip(table[1:], segments, strict=True):
+        line[: len(segment.pages)] = torch.as_tensor(segment.pages, dtype=torch.int32)
+    return table
+
+
+def _kind(segments: Sequence[Segment]) -> ProgramKind:
+    sparse = sum(segment.sparse for segment in segments)
+    if sparse == 0:
+        return "dense"
+    return "sparse" if sparse == len(segments) else "mixed"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)

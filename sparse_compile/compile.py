@@ -1,0 +1,152 @@
+"""From a model and a config to a compiled model: trace and rewrite, make engines on demand, validate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparse_compile.compiled import CompiledModel
+from sparse_compile.config import SparseConfig, check_loops
+from sparse_compile.errors import ArgumentError
+from sparse_compile.kernels.retention import Retention
+from sparse_compile.passes.base import Options
+from sparse_compile.passes.pipeline import build_program
+from sparse_compile.passes.program import Program
+from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.executor import Executor
+from sparse_compile.runtime.kv_pool import KVPool, KVSpec
+from sparse_compile.runtime.memory import (
+    check_fits,
+    kv_pool_bytes,
+    pool_pages,
+    reference_store_bytes,
+    store_slots,
+)
+from sparse_compile.runtime.reference_store import ReferenceStore
+from sparse_compile.runtime.store_spec import StoreSpec
+from sparse_compile.validation import validate_program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DUMP_VARIABLE = "SPARSE_COMPILE_DUMP"
+
+
+def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel:
+    """Trace `model`, rewrite its attention by loop depth, and check the result against the model's own tokens.
+
+    Raises:
+        UnsupportedModel: the model cannot be compiled; one sentence that names the module.
+        ArgumentError: an option that does not fit this model or this machine.
+        ValidationError: the compiled program disagrees with the model (off-switch: validate=False).
+    """
+    check_context(model, config)
+    program = build_program(model, pass_options(config))
+    if config.enabled:
+        check_loops(config, program.loops)
+    engines = EngineFactory(model, config, program)
+    if config.max_context is not None:
+        engines.check_memory(config.max_batch or 1, config.max_context)
+    if config.validate:
+        validate_program(model, program, engines)
+    return CompiledModel(model, config, program, engines)
+
+
+def pass_options(config: SparseConfig) -> Options:
+    """What the passes need to know of a config; graphs are dumped where SPARSE_COMPILE_DUMP points."""
+    dump = os.environ.get(DUMP_VARIABLE)
+    return Options(
+        retention=Retention.of(config.retention),
+        enabled=config.enabled,
+        capture_loop=config.capture_loop,
+        recapture_every=config.recapture_every,
+        implementation=config.implementation,
+        roll=config.roll,
+        dump_dir=Path(dump) if dump else None,
+    )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions that the model was made for, where its config says so."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_context(model: PreTrainedModel, config: SparseConfig) -> None:
+    """Raise ArgumentError when `max_context` goes beyond the model's own positions."""
+    limit = position_limit(model)
+    if config.max_context is not None and limit is not None and config.max_context > limit:
+        raise ArgumentError(
+            "max_context",
+            config.max_context,
+            f"the model has {limit} positions (config.max_position_embeddings)",
+            f"pass max_context={limit} or less",
+        )
+
+
+class EngineFactory:
+    """Makes an engine with room for so many sequences of so many tokens, on the model's device and in its dtype."""
+
+    def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
+        self.model, self.config, self.program = model, config, program
+
+    def kv_spec(self) -> KVSpec:
+        site = self.program.sites[0]
+        return KVSpec(
+            self.program.planes, site.kv_heads, site.head_dim, self.config.page_size, self.model.dtype
+        )
+
+    def store_spec(self, context: int) -> StoreSpec | None:
+        """Shape of a slot for rows of up to `context` keys; None when nothing captures."""
+        if not self.program.sparse:
+            return None
+        site, retention = self.program.sites[0], self.program.retention
+        capacity = StoreSpec.capacity_for(
+            context, (retention.numerator, retention.denominator), self.config.key_bucket
+        )
+        return StoreSpec(self.program.store_sites, site.heads, site.head_dim, capacity, self.model.dtype)
+
+    def needs(self, rows: int, context: int) -> dict[str, int]:
+        """Bytes of pool and store for `rows` sequences of `context` tokens."""
+        spec = self.kv_spec()
+        needs = {"KV pool": kv_pool_bytes(spec, pool_pages(spec, context, rows))}
+        store = self.store_spec(context)
+        if store is not None:
+            needs["reference store"] = reference_store_bytes(store, store_slots(rows))
+        return needs
+
+    def check_memory(self, rows: int, context: int) -> None:
+        """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
+        settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
+        if self.program.sparse:
+            settings["key_retention"] = self.config.key_retention
+        check_fits(self.needs(rows, context), self.model.device, settings)
+
+    def __call__(self, rows: int, context: int) -> Engine:
+        limit = position_limit(self.model)
+        page = self.config.page_size
+        if limit is not None and context > -(-limit // page) * page:
+            raise ArgumentError(
+                "max_new_tokens",
+                f"{context} tokens of prompt and continuation",
+                f"the model has {limit} positions (config.max_position_embeddings)",
+                "shorten the prompt or lower max_new_tokens",
+            )
+        self.check_memory(rows, context)
+        spec, device = self.kv_spec(), self.model.device
+        pool = KVPool(spec, pool_pages(spec, context, rows), device)
+        store_spec = self.store_spec(context)
+        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
+        retention = self.program.retention
+        options = EngineOptions(
+            max_context=context,
+            prefill_chunk=self.config.prefill_chunk,
+            max_rows=max(self.config.prefill_chunk, rows),
+            dense_below=self.config.dense_below,
+            sites=self.program.sites,
+            retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
+        )
+        return Engine(Executor(self.program, pool, store), pool, store, options)

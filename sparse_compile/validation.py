@@ -1,0 +1,112 @@
+"""Compare the compiled program with the model's own generation before anyone relies on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sparse_compile.errors import ValidationError
+from sparse_compile.passes.attention import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from sparse_compile.passes.program import Program
+    from sparse_compile.runtime.engine import Engine
+
+PROMPT_TOKENS, NEW_TOKENS = 13, 4
+
+# Largest accepted ||ours - own|| / ||own|| of the logits. Both sides compute the same function in the same dtype in a
+# different order of additions; a program that computes something else is off by a share of the logits themselves.
+# float64 models compute their rotary angles in float32, hence 1e-6 and not 1e-12.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+# In half precision a deep loop amplifies rounding by a factor that depends on the model. The model itself shows it: its
+# logits with and without a cache differ by rounding alone. So much of that difference is accepted, up to a ceiling.
+NOISE_FACTOR, CEILING = 4, 0.3
+
+
+class MakesEngine(Protocol):
+    def __call__(self, rows: int, context: int) -> Engine: ...
+
+
+def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own greedy continuation of `prompt [1, N]`: tokens `[NEW]` and raw logits `[NEW, vocab]`.
+
+    It goes through the model's own `generate`, so that its cache is part of what we compare with.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    with evaluation_mode(model):
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits)
+
+
+def tolerance(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor, own: torch.Tensor) -> float:
+    """The accepted relative error for this model: fixed in float32 and float64, measured in half precision."""
+    base = TOLERANCE[model.dtype]
+    if model.dtype in (torch.float32, torch.float64):
+        return base
+    sequence = torch.cat([prompt[0], tokens.to(prompt.device)])[None]
+    with evaluation_mode(model):
+        uncached = model(input_ids=sequence, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+    return min(CEILING, max(base, NOISE_FACTOR * relative_error(uncached, own)))
+
+
+def program_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits `[len(tokens), vocab]` of the dense program on the same tokens: a prompt in two chunks, then decode."""
+    from sparse_compile.runtime.plan import Segment
+
+    sequence, half = [*prompt, *tokens], len(prompt) // 2
+    steps = [(0, half), (half, len(prompt)), *((at, at + 1) for at in range(len(prompt), len(sequence) - 1))]
+    pages = engine.pool.allocate(engine.pool.spec.pages_for(len(sequence)))
+    try:
+        rows = []
+        for start, end in steps:
+            segment = Segment(sequence[start:end], start, pages, wants_logits=end >= len(prompt))
+            rows.append(engine.executor.run(engine.plans.build([segment])))
+        return torch.cat(rows)
+    finally:
+        engine.pool.free(pages)
+
+
+def relative_error(ours: torch.Tensor, own: torch.Tensor) -> float:
+    """||ours - own|| / ||own||, in float64; infinite where ours is not finite and own is."""
+    ours, own = ours.double(), own.double()
+    if not bool(ours.isfinite().all()):
+        return 0.0 if torch.equal(ours, own) else float("inf")
+    return float((ours - own).norm() / own.norm().clamp_min(1e-30))
+
+
+def validate_program(model: PreTrainedModel, program: Program, make_engine: MakesEngine) -> float:
+    """Run a short random prompt both ways and return the relative error of the logits.
+
+    Raises:
+        ValidationError: the error is above the tolerance of the model's dtype.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator)
+    prompt = prompt.to(model.device)
+    tokens, own = own_logits(model, prompt)
+    engine = make_engine(1, PROMPT_TOKENS + NEW_TOKENS)
+    ours = program_logits(engine, prompt[0].tolist(), tokens.tolist())
+    error, limit = relative_error(ours, own), tolerance(model, prompt, tokens, own)
+    if not error <= limit:
+        raise ValidationError(
+            f"the compiled program disagrees with {type(model).__name__}'s own generation: relative error of the "
+            f"logits {error:.2e}, limit {limit:.1e} for {model.dtype}; the model is not compiled. "
+            "Pass validate=False to compile it all the same."
+        )
+    return error
