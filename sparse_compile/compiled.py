@@ -68,7 +68,7 @@ class CompiledModel:
         """Generate, with the arguments and defaults of transformers' `generate`.
 
         inputs (or input_ids): int [B, N] or [N].
-        attention_mask: [B, N], 0/1 integers, bool, or float (0/1 or additive); padding on either side or holes.
+        attention_mask: [B, N], 0/1 integers, bool or float (0/1 or additive); padding on any side, or holes.
         token_type_ids: for prefix-LM models, ones on the bidirectional prefix.
         generation_config, and further keyword arguments: transformers' generation settings. Lengths
             (max_length, min_length) count the padded width N, as in transformers.
@@ -152,8 +152,7 @@ class CompiledModel:
         return None if session is None else session.engine
 
     def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
-        """Itself, when nothing changes. The program belongs to its device and dtype: move the model, then
-        compile."""
+        """Itself, when nothing changes: the program belongs to its device and dtype."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         same_device = device is None or torch.empty(0, device=device).device == self.device
         if same_device and dtype in (None, self.dtype):
