@@ -85,8 +85,7 @@ def refuse_settings(generation_config: Any) -> None:
 
 
 def refuse_unknown(kwargs: dict[str, Any], known: list[str]) -> None:
-    """Raise for what is left over once every known argument was taken; None counts as left out, as in
-    transformers."""
+    """Raise for what is left over. None counts as left out, as in transformers."""
     for name, value in kwargs.items():
         if value is None or name in REFUSED_ARGUMENTS:
             continue

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparse_compile.config import SparseConfig
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
-from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
-from sparse_compile.streaming import Streamer, StreamItem
+from sparse_compile.streaming import StreamItem
 
 if TYPE_CHECKING:
     from sparse_compile.outputs import GenerateOutput
@@ -58,31 +57,32 @@ class CompiledModel:
         generation_config: Any = None,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
-        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        prefix_allowed_tokens_fn: Any = None,
         *,
-        streamer: Streamer | None = None,
+        streamer: Any = None,
         tokenizer: Any = None,
         seed: Any = None,
-        progress: bool | ProgressCallback | None = None,
+        progress: Any = None,
         **kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Generate, with the arguments and defaults of transformers' `generate`.
 
-        inputs (or input_ids): int [B, N] or [N]. attention_mask: [B, N], 0/1 integers, bool, or float (0/1 or
-        additive); padding on either side or holes. token_type_ids: for prefix-LM models, ones on the
-        bidirectional prefix.
-        generation_config and further keyword arguments: transformers' generation settings. Lengths
-        (max_length, min_length) count the padded width N, as in transformers.
-        logits_processor, stopping_criteria: lists of transformers' callables, called per row with ids [1, N +
-        new].
-        streamer: a BaseStreamer, one sequence only. tokenizer: for stop_strings.
-        seed: an int (each row draws independently: `sparse_compile.seeds`) or one per row; without it torch's
-        global generator decides. progress: overrides the option of the same name; a callable gets (done,
-        total) tokens.
+        inputs (or input_ids): int [B, N] or [N].
+        attention_mask: [B, N], 0/1 integers, bool or float (0/1 or additive); padding on any side, or holes.
+        token_type_ids: for prefix-LM models, ones on the bidirectional prefix.
+        generation_config, and further keyword arguments: transformers' generation settings. Lengths
+            (max_length, min_length) count the padded width N, as in transformers.
+        logits_processor, stopping_criteria: lists of callables, called per row with ids [1, N + new].
+        prefix_allowed_tokens_fn: called with (row of the input, ids [N + new]).
+        streamer: a BaseStreamer; one sequence only.
+        tokenizer: for stop_strings.
+        seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it
+            torch's global generator decides.
+        progress: overrides the option of the same name; a callable is given (done, total) tokens.
 
         Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row
         ended early; or a `GenerateOutput` with return_dict_in_generate=True. Raises ValueError naming any
-        argument that is not supported before any work is done.
+        argument that is not supported, before any work is done.
         """
         shown = self.sparse_config.progress if progress is None else progress
         call = self._prepare(
@@ -152,8 +152,7 @@ class CompiledModel:
         return None if session is None else session.engine
 
     def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
-        """Itself, when nothing changes. The program belongs to its device and dtype: move the model, then
-        compile."""
+        """Itself, when nothing changes: the program belongs to its device and dtype."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         same_device = device is None or torch.empty(0, device=device).device == self.device
         if same_device and dtype in (None, self.dtype):
@@ -176,6 +175,9 @@ class CompiledModel:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.model)})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a CompiledModel cannot be copied or pickled; copy its .model and compile that")
 
     def _refuse_change(self, name: str) -> AttributeError:
         return AttributeError(

@@ -36,8 +36,6 @@ class SparseConfig:
     prefill_chunk: prompt tokens that one step may process.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     validate: compare the compiled program with the model's own forward before it is returned.
-    roll: False keeps the loop unrolled: every loop has graph code of its own (to compare, or to find a
-    fault).
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
 
@@ -54,7 +52,6 @@ class SparseConfig:
     prefill_chunk: int = 512
     roll: bool = True
     validate: bool = True
-    roll: bool = True
     progress: bool | None = True
 
     def __post_init__(self) -> None:

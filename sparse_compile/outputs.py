@@ -59,8 +59,7 @@ class RowResult:
 
 
 def join_sequences(prompts: Prompts, rows: list[RowResult], pad_token_id: int | None) -> torch.LongTensor:
-    """Prompts as they were given, then each row's new tokens: int64 [B, N + most new tokens], padded on the
-    right."""
+    """Prompts as given, then each row's new tokens, padded on the right: int64 [B, N + most new tokens]."""
     longest = max(len(row.tokens) for row in rows)
     ragged = any(len(row.tokens) < longest for row in rows)
     if ragged and pad_token_id is None:

@@ -14,20 +14,24 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[int, int], None]
 
 _QUIET_SECONDS = 2.0
+_LINE_SECONDS = 10.0  # between lines where stderr is no terminal
 
 
 class TokenProgress:
-    """Counts tokens of a call. mode: True shows a bar, None only on a terminal, False nothing; a callable
-    replaces the bar and is called with (done, total) after each token. `total` shrinks when a row ends
-    early."""
+    """Counts the tokens of a call; `total` shrinks when a row ends early.
+
+    mode: True shows a bar on a terminal and otherwise a line now and then, None only a bar on a terminal,
+    False nothing. A callable replaces all that: it is called with (done, total) after each token.
+    """
 
     def __init__(
         self, total: int, mode: bool | ProgressCallback | None, quiet: float = _QUIET_SECONDS
     ) -> None:
         self.done, self.total = 0, total
         self._callback = mode if callable(mode) else None
-        self._shown = self._callback is None and (sys.stderr.isatty() if mode is None else bool(mode))
-        self._start = time.monotonic() + quiet
+        self._terminal = sys.stderr.isatty()
+        self._shown = self._callback is None and (self._terminal if mode is None else bool(mode))
+        self._next_line = time.monotonic() + quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -48,16 +52,23 @@ class TokenProgress:
             self._callback(self.done, self.total)
         elif self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.done, total=self.total)
-        elif self._shown and time.monotonic() >= self._start:
-            self._open()
+        elif self._shown and time.monotonic() >= self._next_line:
+            self._show()
 
-    def _open(self) -> None:
+    def _show(self) -> None:
+        if self._terminal:
+            self._open_bar()
+            return
+        self._next_line = time.monotonic() + _LINE_SECONDS
+        print(f"generating: {self.done} of at most {self.total} tokens", file=sys.stderr, flush=True)
+
+    def _open_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
             TextColumn("generating"),
-            *Progress.get_default_columns()[1:2],
+            BarColumn(),
             MofNCompleteColumn(),
             TextColumn("tokens"),
             TimeRemainingColumn(),

@@ -53,8 +53,7 @@ class Resolved:
 
 
 def resolve(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Resolved:
-    """Fill in defaults as transformers does: call arguments, then `generation_config`, then the model's, then
-    global."""
+    """Fill in defaults as transformers does: call, `generation_config`, the model's, the global ones."""
     if not isinstance(model, GenerationMixin):
         raise TypeError(
             f"generate needs a model with transformers' GenerationMixin; {type(model).__name__} has none"
@@ -92,8 +91,7 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 
 
 def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
-    """Number of new tokens; sets max_length and min_length of the settings. Lengths count padding, as in
-    transformers."""
+    """Number of new tokens; fills in the settings' lengths, which count padding as in transformers."""
     settings, width = resolved.settings, prompts.width
     model._prepare_generated_length(
         generation_config=settings,
@@ -118,8 +116,7 @@ def build_params(
     copies: int,
     device: torch.device,
 ) -> list[SamplingParams]:
-    """SamplingParams of every row of `prompts` (already repeated `copies` times). device: where the scores
-    are."""
+    """SamplingParams of every row of `prompts`, repeated already. device: where the scores are."""
     settings = resolved.settings
     model._prepare_special_tokens(settings, True, device=device, batch_size=len(prompts.tokens))
     rows = len(prompts.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, DIFFERENCES, USAGE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, DIFFERENCES, USAGE, UNSUPPORTED = 0, 1, 2, 3
+INTERRUPTED, CLOSED_PIPE = 130, 141  # as shells count signals
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
@@ -45,6 +47,9 @@ def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
         code = body()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has left; nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = CLOSED_PIPE
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -112,6 +117,8 @@ def load(name: str, dtype: str, device: str) -> Any:
             place = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+        if name.startswith("tiny:") and place.type == "cpu":
+            torch.set_num_threads(1)  # operations this small are slower when they are shared out
         return load_model(name, dtype=dtype, device=place)
 
 

@@ -30,8 +30,7 @@ def inspect(
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
-    """Show, per layer and loop, what became dense, capture or consume and why, with counts, sizes and
-    reads."""
+    """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
     options = common.compile_options(
         retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )

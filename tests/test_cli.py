@@ -1,0 +1,234 @@
+"""The command line: results on stdout, everything else on stderr, and exit codes that mean something."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from front_fakes import compiled_llama, tiny_llama
+from typer.testing import CliRunner
+
+from sparse_compile import cli
+from sparse_compile.cli import app, common
+from sparse_compile.passes.errors import UnsupportedModel
+
+Compiled = dict[str, Any]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Loading gives a tiny Llama, compiling gives it with fake engines; `error` makes compiling fail."""
+    state: Compiled = {"error": None, "configs": [], "model": tiny_llama()}
+
+    def compile_model(model: Any, config: Any) -> Any:
+        state["configs"].append(config)
+        if state["error"] is not None:
+            raise state["error"]
+        return state.get("compiled") or compiled_llama(model)[0]
+
+    monkeypatch.setitem(sys.modules, "sparse_compile.compile", SimpleNamespace(compile_model=compile_model))
+    monkeypatch.setattr(common, "load", lambda name, dtype, device: state["model"])
+    return state
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_inspect_prints_the_tables(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "inspect", "tiny:ouro", "--retention", "0.25", "--context", "64")
+    assert code == 0
+    assert "model.layers.0..1.self_attn" in out
+    assert "64" in out
+    assert "compiling tiny:ouro" in err
+    assert fakes["configs"][0].key_retention == "0.25"
+
+
+def test_inspect_json_and_options(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--retention", "1/8", "--capture-loop", "2", "--recapture-every", "3", "--dense-below", "9"]
+    code, out, _ = run(
+        capsys, "inspect", "tiny:ouro", "--json", *arguments, "--implementation", "batched", "--no-validate"
+    )
+    assert code == 0
+    value = json.loads(out)
+    assert value["source"] == "tiny:ouro"
+    assert value["rolled"] is True
+    assert value["layers"][1]["kinds"] == ["dense", "capture", "consume", "consume"]
+    config = fakes["configs"][0]
+    assert (config.key_retention, config.capture_loop, config.recapture_every) == ("1/8", 2, 3)
+    assert (config.dense_below, config.implementation, config.validate) == (9, "batched", False)
+
+
+def test_inspect_graph(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", "m", "--graph", "after")
+    assert (code, out) == (0, "graph after\n")
+    _, out, _ = run(capsys, "inspect", "m", "--graph", "body", "--json")
+    assert json.loads(out)["graph"] == {"which": "body", "text": "graph body"}
+    code, out, err = run(capsys, "inspect", "m", "--graph", "all")
+    assert (code, out, err) == (2, "", "error: --graph all: must be one of before, after, body\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UnsupportedModel("no attention is looped", module="model"), 3),
+        (ValueError("a bad\nvalue"), 2),
+        (OSError("no such model"), 2),
+        (RuntimeError("disagrees"), 1),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    fakes["error"] = error
+    found, out, err = run(capsys, "inspect", "m", "--json")
+    message = " ".join(str(error).split())
+    assert found == code
+    assert err.splitlines()[-1] == f"error: {message}"
+    assert "Traceback" not in err
+    details = json.loads(out)["error"]
+    assert details["message"] == message
+    assert details["exit_code"] == code
+    found, out, err = run(capsys, "inspect", "m", "--debug")
+    assert (found, out) == (code, "")
+    assert "Traceback" in err
+
+
+def test_bad_values_are_refused_before_loading(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "load", lambda *_: pytest.fail("loaded"))
+    code, out, err = run(capsys, "inspect", "m", "--retention", "1.5", "--json")
+    assert code == 2
+    assert err.startswith("error: key_retention='1.5'")
+    details = json.loads(out)["error"]
+    assert details["argument"] == "key_retention"
+    assert "0.1" in details["remedy"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["inspect", "m", "--nope"], ["nothing"], ["check", "m", "extra"]]
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert json.loads(out)["error"]["exit_code"] == 2
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import sparse_compile
+
+    assert run(capsys, "--version") == (0, f"{sparse_compile.__version__}\n", "")
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in ("inspect", "generate", "check", "demo"))
+
+
+def test_generate_ids(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "generate", "m", "--prompt-ids", "5,6,0", "--max-new-tokens", "4")
+    assert code == 0
+    ids = [int(one) for one in out.strip().split(",")]
+    assert len(ids) == 4
+    code, out, _ = run(capsys, "generate", "m", "--prompt-ids", "5,6,0", "--max-new-tokens", "4", "--json")
+    value = json.loads(out)
+    assert value["ids"] == ids
+    assert value["prompt_ids"] == [5, 6, 0]
+    assert value["finish_reason"] == "length"
+    assert value["metrics"]["new_tokens"] == 4
+    assert len(value["logprobs"]) == 4
+
+
+def test_generate_text_streams_what_json_returns(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "tiny:ouro", "--prompt", "hello", "--max-new-tokens", "9")
+    sampling = ("--do-sample", "--temperature", "2", "--seed", "3")
+    _, text, _ = run(capsys, *arguments, *sampling)
+    _, out, _ = run(capsys, *arguments, *sampling, "--json")
+    assert text == json.loads(out)["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "either --prompt"),
+        (["--prompt", "a", "--prompt-ids", "1"], "either --prompt"),
+        (["--prompt-ids", "1,x"], "integers separated by commas"),
+        (["--prompt-ids", "1,999"], "vocabulary"),
+        (["--prompt", ""], "gives no token"),
+        (["--prompt-ids", "1", "--temperature", "2"], "--temperature: only with --do-sample"),
+        (["--prompt-ids", "1", "--max-new-tokens", "0"], "max_new_tokens"),
+    ],
+)
+def test_generate_refusals(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, out, err = run(capsys, "generate", "tiny:ouro", *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_check(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ok: bool
+) -> None:
+    class Checked:
+        def __init__(self) -> None:
+            self.ok = ok
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"ok": ok, "compared": 3}
+
+        def __str__(self) -> str:
+            return "compared 3 tensors"
+
+    monkeypatch.setattr("sparse_compile.models.checkpoint.check_checkpoint", lambda name, dtype: Checked())
+    assert run(capsys, "check", "m")[:2] == (0 if ok else 1, "compared 3 tensors\n")
+    code, out, _ = run(capsys, "check", "m", "--json")
+    assert code == (0 if ok else 1)
+    assert json.loads(out) == {"ok": ok, "compared": 3}
+
+
+@pytest.mark.parametrize("error", [None, "the program disagrees"])
+def test_check_program(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str | None
+) -> None:
+    from sparse_compile.errors import ValidationError
+
+    def validate(self: Any) -> float:
+        if error is not None:
+            raise ValidationError(error)
+        return 1e-7
+
+    checked = SimpleNamespace(ok=True, to_dict=lambda: {"ok": True})
+    monkeypatch.setattr("sparse_compile.models.checkpoint.check_checkpoint", lambda name, dtype: checked)
+    monkeypatch.setattr("sparse_compile.compiled.CompiledModel.validate", validate)
+    code, out, _ = run(capsys, "check", "m", "--program", "--json")
+    assert code == (0 if error is None else 1)
+    value = json.loads(out)
+    assert value["ok"] is value["program"]["ok"] is (error is None)
+
+
+def test_demo(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "demo", "--max-new-tokens", "3", "--json")
+    assert code == 0
+    value = json.loads(out)
+    assert value["identical"] is True
+    assert [one["name"] for one in value["runs"]] == ["dense", "retention 1.0", "retention 0.25"]
+    assert "compiling with enabled=False" in err
+    code, out, _ = run(capsys, "demo", "--max-new-tokens", "2")
+    assert code == 0
+    assert "exactly the tokens of transformers: verified" in out
+
+
+def test_demo_fails_when_tokens_differ(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes["compiled"] = compiled_llama(tiny_llama(num_hidden_layers=2))[0]
+    code, out, _ = run(capsys, "demo", "--max-new-tokens", "3", "--json")
+    assert code == 1
+    assert json.loads(out)["identical"] is False

@@ -1,0 +1,128 @@
+"""The report: its numbers by hand, its JSON, and its tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from front_fakes import compiled_llama, fake_program, fake_site, left_padded
+from rich.console import Console
+
+from sparse_compile.compiled import CompiledModel
+from sparse_compile.config import SparseConfig
+from sparse_compile.report import Report, format_bytes
+
+
+def report_of(program: Any, contexts: tuple[int, ...] = (100,), **options: Any) -> Report:
+    model, _ = compiled_llama()
+    config = SparseConfig.from_options(**{"key_retention": 0.25, **options})
+    return CompiledModel(model.model, config, program, None).report(contexts)  # type: ignore[arg-type]
+
+
+def text_of(report: Report) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(report.render())
+    return out.getvalue()
+
+
+def test_numbers_by_hand() -> None:
+    report = report_of(fake_program(), (10, 1000))
+    # 8 sites, each 2 KV heads x 8 numbers x 4 bytes, keys and values
+    assert report.kv_bytes_per_token == 8 * 2 * 2 * 8 * 4
+    assert report.counts == {"dense": 2, "capture": 2, "consume": 4}
+    one = 2 * 2 * 8 * 4
+    short, long = report.reads
+    assert short.dense_bytes == 8 * 10 * one
+    # 3 of 10 keys by each of 4 query heads: 12 rows of KV, against 20 rows dense
+    assert short.sparse_bytes == 4 * 10 * one + 4 * 3 * 4 * 2 * 8 * 4
+    assert long.sparse_bytes == 4 * 1000 * one + 4 * 250 * 4 * 2 * 8 * 4
+    assert long.ratio == pytest.approx(0.75)
+
+
+def test_sparse_reads_never_exceed_dense_and_windows_count() -> None:
+    sites = [
+        fake_site("a", 0, 2, "dense", window=8),
+        fake_site("a", 1, 2, "consume", heads=16, kv_heads=1),
+    ]
+    report = report_of(fake_program(sites), (100,))
+    assert report.reads[0].dense_bytes == 8 * 2 * 2 * 8 * 4 + 100 * 2 * 1 * 8 * 4
+    assert report.reads[0].sparse_bytes == report.reads[0].dense_bytes
+    assert report.layers[0].window == 8
+
+
+def test_dense_below_reads_dense() -> None:
+    below, above = report_of(fake_program(), (100, 200), dense_below=150).reads
+    assert below.ratio == 1.0
+    assert above.ratio < 1.0
+
+
+def test_json_shape() -> None:
+    report = report_of(fake_program(rolled=False, roll_reason="bodies differ"))
+    value = json.loads(json.dumps(report.to_dict()))
+    assert value["model"] == "LlamaForCausalLM"
+    assert value["loops"] == 4
+    assert value["rolled"] is False
+    assert value["roll_reason"] == "bodies differ"
+    assert value["layers"][0] == {
+        "layer": "model.layers.0.self_attn",
+        "looped": True,
+        "loops": 4,
+        "kinds": ["dense", "capture", "consume", "consume"],
+        "reasons": ["because of dense", "because of capture", "because of consume", "because of consume"],
+        "window": 0,
+    }
+    assert value["counts"] == {"dense": 2, "capture": 2, "consume": 4}
+    assert set(value["reads"][0]) == {"context", "dense_bytes", "sparse_bytes", "ratio"}
+    assert value["passes"] == [{"name": "trace", "seconds": 0.5, "counters": {"nodes": 3}}]
+    assert value["retention"]["fraction"] == "1/4"
+    assert value["implementation"] == "auto"
+    assert value["memory"] == {}
+
+
+def test_tables_join_layers_that_are_alike() -> None:
+    sites = [fake_site("model.input.0.attn", 0, 1, "dense", reason="layer is not looped")]
+    sites += [
+        fake_site(f"model.layers.{layer}.attn", loop, 3, kind)
+        for loop, kind in enumerate(("dense", "capture", "consume"))
+        for layer in range(4)
+    ]
+    text = text_of(report_of(fake_program(sites)))
+    assert "model.layers.0..3.attn" in text
+    assert "layer is not looped" in text
+    assert "because of dense; because of capture; because of consume" in text
+    assert "13 attention calls per token: 5 dense, 4 capture, 4 consume" in text
+    assert "rolled into one body" in text
+    assert "trace 500 ms" in text
+
+
+def test_tables_say_what_is_missing() -> None:
+    sites = [fake_site("a.0.b", loop, 2, "dense") for loop in range(2)]
+    sites += [fake_site("c.d", loop, 2, "dense") for loop in range(2)]
+    text = text_of(report_of(fake_program(sites, rolled=False, roll_reason="bodies differ"), ()))
+    assert "(nothing is sparse)" in text
+    assert "not rolled, bodies differ" in text
+    assert "a.0.b .. c.d (2 layers)" in text
+    assert "sparse off" in text_of(report_of(fake_program(sites), (), enabled=False))
+
+
+def test_memory_of_the_engine() -> None:
+    compiled, engines = compiled_llama()
+    compiled.generate(left_padded([4])["input_ids"], max_new_tokens=1)
+    engines[0].store = SimpleNamespace(bytes=2048)  # type: ignore[assignment]
+    report = compiled.report()
+    assert report.memory == {"kv_pool": 1024, "reference_store": 2048}
+    assert "kv pool 1.0 KiB, reference store 2.0 KiB" in text_of(report)
+
+
+def test_bytes_for_people() -> None:
+    assert [format_bytes(size) for size in (0, 1023, 1024, 786432, 3 * 1024**3, 2 * 1024**4)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "768.0 KiB",
+        "3.0 GiB",
+        "2.0 TiB",
+    ]
