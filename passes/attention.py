@@ -1,8 +1,8 @@
 """Put our own attention function under a Hugging Face model, for the length of a `with` block.
 
-transformers looks the attention function up by name at every call (`AttentionInterface`), and the mask function by the
-same name (`AttentionMaskInterface`). We register a function under a private name, point every config of the model at it,
-and take both back on leaving. The model itself is not touched.
+transformers looks the attention function up by name at every call (`AttentionInterface`), and the mask function by
+the same name (`AttentionMaskInterface`). We register a function under a private name, point every config of the model
+at it, and take both back on leaving. The model itself is not touched.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def attention_override(
     """Within the block, every attention call of `model` runs `attention` (and `mask` builds its masks).
 
     `attention(module, query, key, value, attention_mask, **kwargs)` follows transformers' convention: query
-    `[batch, heads, queries, dim]`, result `([batch, queries, heads, dim], weights or None)`. Without `mask`, transformers
-    builds no mask at all and passes None.
+    `[batch, heads, queries, dim]`, result `([batch, queries, heads, dim], weights or None)`. Without `mask`,
+    transformers builds no mask at all and passes None.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

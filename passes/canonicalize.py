@@ -1,9 +1,9 @@
 """Drop what says nothing at inference time, so that equal loop bodies are equal node by node.
 
-    %a : aten._assert_tensor_metadata(%x)          (gone)
-    %y : aten.to.dtype(%x, float32)  x is float32   -> %x
-    %z : aten.slice.Tensor(%y, 0, 0, max)           -> %x
-    %w : aten.dropout(%z, 0.1, False)               -> %x
+%a : aten._assert_tensor_metadata(%x)          (gone)
+%y : aten.to.dtype(%x, float32)  x is float32   -> %x
+%z : aten.slice.Tensor(%y, 0, 0, max)           -> %x
+%w : aten.dropout(%z, 0.1, False)               -> %x
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def _same_layout(node: fx.Node, source: fx.Node) -> bool:
     a, b = node.meta.get("val"), source.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    return a.dtype == b.dtype and a.device == b.device and (a.stride() == b.stride() or node.target is not aten.contiguous.default)
+    return (
+        a.dtype == b.dtype
+        and a.device == b.device
+        and (a.stride() == b.stride() or node.target is not aten.contiguous.default)
+    )
 
 
 class Canonicalize(Pass):
@@ -66,7 +70,7 @@ class Canonicalize(Pass):
                 continue
             replacement, counter = _same_value(node), "identities"
             if is_call(node, aten.sym_size.int):
-                known = shapes.setdefault((node.args[0], node.args[1]), node)  # type: ignore[arg-type]
+                known = shapes.setdefault((node.args[0], node.args[1]), node)
                 replacement, counter = (known if known is not node else None), "shapes"
             if replacement is not None:
                 node.replace_all_uses_with(replacement)

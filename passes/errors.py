@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(ValueError):  # noqa: N818  the name that users catch says what it is
     """The model computes something that the compiler cannot prove it would reproduce.
 
     Attributes:

@@ -3,7 +3,8 @@
 - The ops that one step runs, plane by plane, are those of the schedule, and every plane is written exactly once.
 - Every consume reads the line of the store that an earlier op of the same step captured, and depends on that capture
   through data, so that neither dead-code elimination nor reordering can part them.
-- Pool, plan and store arguments are inputs of the stage, and nothing but our ops touches pool or store: no clone, no view.
+- Pool, plan and store arguments are inputs of the stage, and nothing but our ops touches pool or store: no clone, no
+  view.
 """
 
 from __future__ import annotations
@@ -31,20 +32,28 @@ _INPUTS = {
 
 def attention_ops(stage: Stage) -> Iterator[fx.Node]:
     """Our attention ops of one stage, in order."""
-    return (node for node in stage.module.graph.nodes if node.op == "call_function" and node.target in _INPUTS)
+    return (
+        node for node in stage.module.graph.nodes if node.op == "call_function" and node.target in _INPUTS
+    )
 
 
 def op_kind(node: fx.Node) -> str:
-    """"dense", "capture" or "consume"; a mixed op is what its mode input says."""
+    """ "dense", "capture" or "consume"; a mixed op is what its mode input says."""
     if node.target is _ops.mixed.default:
         mode = node.args[11]
-        return next(kind for kind, name in MODE_INPUTS.items() if isinstance(mode, fx.Node) and mode.target == name)
-    return next(kind for kind in ("dense", "capture", "consume") if node.target is getattr(_ops, kind).default)
+        return next(
+            kind for kind, name in MODE_INPUTS.items() if isinstance(mode, fx.Node) and mode.target == name
+        )
+    return next(
+        kind for kind in ("dense", "capture", "consume") if node.target is getattr(_ops, kind).default
+    )
 
 
 def _check_inputs(stage: Stage) -> None:
     for node in attention_ops(stage):
-        names = tuple(arg.target for arg in node.args[3:] if isinstance(arg, fx.Node) and arg.op == "placeholder")
+        names = tuple(
+            arg.target for arg in node.args[3:] if isinstance(arg, fx.Node) and arg.op == "placeholder"
+        )
         if names not in _INPUTS[node.target]:  # type: ignore[index]
             raise PassError(f"{node.name} in {stage.name!r} has the wrong plan inputs: {names}")
     for node in stage.module.graph.nodes:
@@ -52,7 +61,9 @@ def _check_inputs(stage: Stage) -> None:
             continue
         strangers = [user.name for user in node.users if user.target not in _INPUTS]
         if strangers:
-            raise PassError(f"{strangers[0]} in {stage.name!r} touches {node.target}, which only our ops may.")
+            raise PassError(
+                f"{strangers[0]} in {stage.name!r} touches {node.target}, which only our ops may."
+            )
 
 
 def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
@@ -69,7 +80,10 @@ def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
         for site in sites
     ]
     if ran != wanted:
-        at = next((i for i, (a, b) in enumerate(zip(ran, wanted, strict=False)) if a != b), min(len(ran), len(wanted)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ran, wanted, strict=False)) if a != b),
+            min(len(ran), len(wanted)),
+        )
         raise PassError(f"variant {variant.name!r} does not follow the schedule at site {at}.")
 
 
@@ -94,7 +108,9 @@ def _check_data_edges(variant: Variant) -> None:
             if op_kind(node) == "capture":
                 captures[line] = node
             elif op_kind(node) == "consume" and line in captures and not _depends_on(node, captures[line]):
-                raise PassError(f"{node.name} in {stage.name!r} consumes without depending on {captures[line].name}.")
+                raise PassError(
+                    f"{node.name} in {stage.name!r} consumes without depending on {captures[line].name}."
+                )
         later = {name for following in variant.stages[number + 1 :] for name in following.inputs}
         if captures and number + 1 < len(variant.stages) and not later & set(stage.outputs):
             raise PassError(f"stage {stage.name!r} captures, but nothing after it reads its outputs.")

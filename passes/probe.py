@@ -1,10 +1,10 @@
 """Find out, by running the model once on a few tokens, where its tokens meet.
 
-The row trace that follows sees every token alone, so whatever mixes tokens outside attention would silently vanish from
-it. The probe makes such mixing visible: the first token's embedding is poisoned with NaN and attention is replaced by a
-function that passes each token's own value on. A NaN at any later token then comes from a module that mixes tokens on its
-own, whatever its weights are (0 * NaN is NaN); the first module that shows one without having been given one is the
-culprit.
+The row trace that follows sees every token alone, so whatever mixes tokens outside attention would silently vanish
+from it. The probe makes such mixing visible: the first token's embedding is poisoned with NaN and attention is replaced
+by a function that passes each token's own value on. A NaN at any later token then comes from a module that mixes tokens
+on its own, whatever its weights are (0 * NaN is NaN); the first module that shows one without having been given one is
+the culprit.
 
 The same run records every attention call: which ones mix tokens at all (Inkling-2-loop's residual mixers attend over
 blocks of one token), and what their masks mean (causal, sliding window, something else).
@@ -99,16 +99,23 @@ class _Recorder:
         tensor = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
         try:
             window = read_mask_function(mask_function)
-        except (IndexError, RuntimeError):  # built over tensors of the prompt's length: no general rule to read
+        except (
+            IndexError,
+            RuntimeError,
+        ):  # built over tensors of the prompt's length: no general rule to read
             window = None
         self.masks[id(tensor)] = (tensor, window)
         return tensor
 
-    def window_of(self, name: str, module: nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
+    def window_of(
+        self, name: str, module: nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> int:
         declared = int(kwargs.get("sliding_window") or 0)
         if mask is None:
             if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-                raise UnsupportedModel(f"{name} attends in both directions; only causal attention is compiled.", name)
+                raise UnsupportedModel(
+                    f"{name} attends in both directions; only causal attention is compiled.", name
+                )
             return declared
         window = self.masks[id(mask)][1] if id(mask) in self.masks else read_mask_tensor(mask)
         if window is None or (declared and window and declared != window):
@@ -192,12 +199,12 @@ def probe(model: nn.Module) -> Probe:
 
         return hook
 
-    embedding = model.get_input_embeddings()
+    embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
     handles = [embedding.register_forward_hook(poison)]
     handles += [
-        module.register_forward_hook(watch(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if module is not embedding
+        submodule.register_forward_hook(watch(name), with_kwargs=True)
+        for name, submodule in model.named_modules()
+        if submodule is not embedding
     ]
     device = next(model.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % max(1, embedding.weight.shape[0])

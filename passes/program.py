@@ -106,7 +106,9 @@ class Stage:
     row_inputs: frozenset[str] = frozenset()
 
     def text(self) -> str:
-        return f"# {self.name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})\n{self.module.graph}"
+        return (
+            f"# {self.name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})\n{self.module.graph}"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Variant:
     def op_counts(self) -> Counter[str]:
         """How many of our ops one step of this variant runs."""
         return Counter(
-            node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+            node.target._schema.name.split("::")[1]
             for stage in self.stages
             for node in stage.module.graph.nodes
             if node.op == "call_function" and str(getattr(node.target, "namespace", "")) == "sparse_compile"

@@ -129,7 +129,9 @@ class Rewriter:
             inputs=tuple(environment.get(str(target), str(target)) for target in placeholders),
             outputs=tuple(out_names if out_names is not None else (names.get(n, n.name) for n in outputs)),
             loop=loop,
-            row_inputs=frozenset(names.get(n, n.name) for n in inputs if is_row_tensor(n)) if is_head else frozenset(),
+            row_inputs=frozenset(names.get(n, n.name) for n in inputs if is_row_tensor(n))
+            if is_head
+            else frozenset(),
         )
 
     def _inputs_of(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -158,7 +160,10 @@ class Rewriter:
 
     def rolled(self, variant: str, roll: Roll) -> Variant:
         nodes = list(self.root.graph.nodes)
-        bodies = [nodes[roll.start + i * roll.length : roll.start + (i + 1) * roll.length] for i in range(roll.repeats)]
+        bodies = [
+            nodes[roll.start + i * roll.length : roll.start + (i + 1) * roll.length]
+            for i in range(roll.repeats)
+        ]
         before = [n for n in nodes[: roll.start] if n.op != "placeholder"]
         after = [n for n in nodes[roll.start + roll.repeats * roll.length :] if n.op != "output"]
         names = {bodies[-1][offset]: name for offset, name in _result_names(roll).items()}
@@ -203,7 +208,14 @@ class Rewriter:
                     for number, (marker, site) in enumerate(zip(markers, sites, strict=True))
                 }
                 built[kinds] = self.stage(
-                    name, pattern, outputs, names, variant, out_names=out_names, sites=planes, stride=roll.period
+                    name,
+                    pattern,
+                    outputs,
+                    names,
+                    variant,
+                    out_names=out_names,
+                    sites=planes,
+                    stride=roll.period,
                 )
             stages.append(replace(built[kinds], name=name, loop=loop))
         return stages
@@ -235,4 +247,6 @@ class Rewrite(Pass):
             for stage in variant.stages:
                 left = [node.name for node in stage.module.graph.nodes if is_call(node, SITE)]
                 if left:
-                    raise PassError(f"stage {stage.name!r} of variant {variant.name!r} still holds markers: {left}")
+                    raise PassError(
+                        f"stage {stage.name!r} of variant {variant.name!r} still holds markers: {left}"
+                    )

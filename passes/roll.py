@@ -35,7 +35,7 @@ class Period:
         return self.length * self.repeats
 
 
-class NotIsomorphic(Exception):
+class NotIsomorphic(Exception):  # noqa: N818  a finding, not a mistake
     """Why a candidate loop was not proved; the text becomes the roll reason."""
 
 
@@ -147,7 +147,9 @@ class _Prover:
         if all(place == offsets[0] and 0 <= place < self.length for place in offsets):
             return
         carried = offsets[1] + self.length
-        from_before = all(place + self.length == carried for place in offsets[1:]) and 0 <= carried < self.length
+        from_before = (
+            all(place + self.length == carried for place in offsets[1:]) and 0 <= carried < self.length
+        )
         if not from_before or self.place[operands[0]] >= start:
             twin = self.nodes[start + offset]
             raise NotIsomorphic(f"{twin.name} reads values that do not line up between loops")

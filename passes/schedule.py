@@ -1,7 +1,7 @@
 """Decide, by loop depth alone, which sites are dense, capture or consume.
 
-Default: loop 0 dense, loop 1 capture, later loops consume. A capture that no later loop would read is left dense, and so
-are sliding-window sites and layers that run once.
+Default: loop 0 dense, loop 1 capture, later loops consume. A capture that no later loop would read is left dense, and
+so are sliding-window sites and layers that run once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Label every marker with its layer and loop.
 
-    %site   : [nn_module_stack: model.layers.3.self_attn]      -> layer model.layers.3.self_attn, loop 0 of 4
-    %site_24: [nn_module_stack: model.layers.3.self_attn@1]    -> layer model.layers.3.self_attn, loop 1 of 4
+%site   : [nn_module_stack: model.layers.3.self_attn]      -> layer model.layers.3.self_attn, loop 0 of 4
+%site_24: [nn_module_stack: model.layers.3.self_attn@1]    -> layer model.layers.3.self_attn, loop 1 of 4
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LabelSites(Pass):
         sites = []
         for plane, (node, (path, _)) in enumerate(zip(markers, labels, strict=True)):
             loop = sum(1 for earlier, _ in labels[:plane] if earlier == path)
-            query, key = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+            query, key = node.args[0].meta["val"], node.args[1].meta["val"]
             layer = strip_wrapper(path)
             sites.append(
                 Site(
@@ -45,9 +45,9 @@ class LabelSites(Pass):
                     heads=int(query.shape[1]),
                     kv_heads=int(key.shape[1]),
                     head_dim=int(query.shape[2]),
-                    scale=float(node.kwargs["scale"]),  # type: ignore[arg-type]
-                    window=int(node.kwargs["window"]),  # type: ignore[arg-type]
-                    softcap=float(node.kwargs["softcap"]),  # type: ignore[arg-type]
+                    scale=float(node.kwargs["scale"]),
+                    window=int(node.kwargs["window"]),
+                    softcap=float(node.kwargs["softcap"]),
                 )
             )
         compilation.sites, compilation.markers = tuple(sites), markers
@@ -62,11 +62,15 @@ def _refuse_hopeless(sites: tuple[Site, ...]) -> None:
         )
     shapes = {(site.kv_heads, site.head_dim) for site in sites}
     if len(shapes) > 1:
-        odd = next(site for site in sites if (site.kv_heads, site.head_dim) != (sites[0].kv_heads, sites[0].head_dim))
+        odd = next(
+            site for site in sites if (site.kv_heads, site.head_dim) != (sites[0].kv_heads, sites[0].head_dim)
+        )
         raise UnsupportedModel(
             f"{odd.layer} has {odd.kv_heads} KV heads of {odd.head_dim} where {sites[0].layer} has "
             f"{sites[0].kv_heads} of {sites[0].head_dim}; one KV pool serves one shape.",
             odd.layer,
         )
     if len({site.heads for site in sites}) > 1:
-        raise UnsupportedModel("layers differ in their number of query heads; one reference store serves one number.")
+        raise UnsupportedModel(
+            "layers differ in their number of query heads; one reference store serves one number."
+        )

@@ -3,8 +3,8 @@
 A row is one token on its own: `input_ids [T, 1]`, `position_ids [T, 1]`, T symbolic. Only attention mixes tokens, and
 during the trace every attention call becomes one marker node that holds the row's fresh query, key and value:
 
-    q, k, v = ...                                  q, k, v = ...
-    mask = causal mask                      ->     o = torch.ops.sparse_compile.site(q, k, v, scale=.., window=.., softcap=..)
+    q, k, v = ...                           q, k, v = ...
+    mask = causal mask                 ->   o = torch.ops.sparse_compile.site(q, k, v, scale=.., window=.., ...)
     o = softmax(q k' * scale + mask) v
 
 No cache and no mask is in the graph.
@@ -49,10 +49,14 @@ def _check_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw
             name,
         )
     if q.shape[1] % k.shape[1]:
-        raise UnsupportedModel(f"{name} has {q.shape[1]} query heads for {k.shape[1]} KV heads; no whole ratio.", name)
+        raise UnsupportedModel(
+            f"{name} has {q.shape[1]} query heads for {k.shape[1]} KV heads; no whole ratio.", name
+        )
     for key, value in kwargs.items():
         if isinstance(value, torch.Tensor) and key not in _HARMLESS:
-            raise UnsupportedModel(f"{name} passes `{key}` to attention, which the rewritten ops do not apply.", name)
+            raise UnsupportedModel(
+                f"{name} passes `{key}` to attention, which the rewritten ops do not apply.", name
+            )
 
 
 def _marker_attention(model: nn.Module, seen: Probe) -> Any:

@@ -21,7 +21,9 @@ class Executor:
         self.program = program
         self.state: Environment = {"k_pool": pool.k_pool, "v_pool": pool.v_pool}
         if store is not None:
-            self.state |= {name: getattr(store, name) for name in ("index", "count", "mass", "o_ref", "c_ref")}
+            self.state |= {
+                name: getattr(store, name) for name in ("index", "count", "mass", "o_ref", "c_ref")
+            }
 
     @torch.no_grad()
     def run(self, plan: RowPlan) -> torch.Tensor:
@@ -35,7 +37,9 @@ class Executor:
         for stage in layers:
             run_stage(stage, environment, plan)
         if plan.logit_rows.shape[0] == 0:  # a chunk inside a prompt
-            return torch.empty(0, self.program.vocabulary, dtype=self.state["k_pool"].dtype, device=plan.row_seq.device)
+            return torch.empty(
+                0, self.program.vocabulary, dtype=self.state["k_pool"].dtype, device=plan.row_seq.device
+            )
         run_stage(head, environment, plan)
         return environment["logits"][:, 0]
 
@@ -45,15 +49,19 @@ class Executor:
     def environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""
         modes = {name: plan.mode_at(kind) for kind, name in MODE_INPUTS.items()}
-        return self.state | modes | {
-            "input_ids": plan.token_ids[:, None],
-            "position_ids": plan.positions[:, None],
-            "block_table": plan.block_table,
-            "row_seq": plan.row_seq,
-            "row_position": plan.row_position,
-            "row_length": plan.row_length,
-            "row_slot": plan.row_slot,
-        }
+        return (
+            self.state
+            | modes
+            | {
+                "input_ids": plan.token_ids[:, None],
+                "position_ids": plan.positions[:, None],
+                "block_table": plan.block_table,
+                "row_seq": plan.row_seq,
+                "row_position": plan.row_position,
+                "row_length": plan.row_length,
+                "row_slot": plan.row_slot,
+            }
+        )
 
 
 def run_stage(stage: Stage, environment: Environment, plan: RowPlan) -> None:

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, check_loops
 from sparse_compile.errors import ArgumentError

@@ -1,4 +1,4 @@
-"""An independent run of a model with sparse attention by loop depth: transformers' own modules and cache, plain formulas.
+"""An independent run of a model with sparse attention by loop depth: transformers' modules and cache, plain formulas.
 
 Nothing of the passes, kernels or runtime is used. The model's attention function is replaced by one that follows the
 written arithmetic for queries of length 1 (decode) and is plain causal attention for prompts, and the model's own cache
@@ -20,7 +20,9 @@ from sparse_compile.passes.attention import attention_override, evaluation_mode
 class SparseOracle:
     """Greedy decoding of one prompt at a time. `calls` records (layer, loop, kind) of the last decode step."""
 
-    def __init__(self, model: nn.Module, retention: float, capture_loop: int = 1, recapture_every: int | None = None):
+    def __init__(
+        self, model: nn.Module, retention: float, capture_loop: int = 1, recapture_every: int | None = None
+    ):
         self.model, self.retention = model, Fraction(str(retention))
         self.capture_loop, self.recapture_every = capture_loop, recapture_every
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -47,7 +49,9 @@ class SparseOracle:
 
     def _is_capture(self, loop: int) -> bool:
         past = loop - self.capture_loop
-        return past == 0 or (self.recapture_every is not None and past > 0 and past % self.recapture_every == 0)
+        return past == 0 or (
+            self.recapture_every is not None and past > 0 and past % self.recapture_every == 0
+        )
 
     def _kind(self, name: str, loop: int, window: int) -> str:
         loops = self.loops.get(name, 1)
@@ -91,7 +95,9 @@ class SparseOracle:
                 out = self._consume(name, scores[:, 0], value)[:, None]
         return out.transpose(0, 1)[None].contiguous(), None
 
-    def _capture(self, name: str, scores: torch.Tensor, p: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+    def _capture(
+        self, name: str, scores: torch.Tensor, p: torch.Tensor, value: torch.Tensor, out: torch.Tensor
+    ) -> None:
         visible = scores.shape[-1]
         count = min(visible, max(1, math.ceil(visible * self.retention)))
         kept, mass, reference = [], [], []

@@ -51,7 +51,9 @@ def check_margins(model: object, rows: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("roll", [True, False], ids=["rolled", "unrolled"])
-@pytest.mark.parametrize("options", [{"key_retention": 1.0}, {"enabled": False}], ids=["retention 1.0", "off"])
+@pytest.mark.parametrize(
+    "options", [{"key_retention": 1.0}, {"enabled": False}], ids=["retention 1.0", "off"]
+)
 def test_dense_equals_transformers(name: str, options: dict[str, object], roll: bool) -> None:
     model = tiny_model(name)
     check_margins(model, prompts())
@@ -65,7 +67,14 @@ def test_dense_equals_transformers(name: str, options: dict[str, object], roll: 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"capture_loop": 0}, {"recapture_every": 2}, {"roll": False}, {"prefill_chunk": 4}, {"implementation": "reference"}],
+    [
+        {},
+        {"capture_loop": 0},
+        {"recapture_every": 2},
+        {"roll": False},
+        {"prefill_chunk": 4},
+        {"implementation": "reference"},
+    ],
     ids=lambda options: ",".join(options) or "default",
 )
 def test_sparse_equals_the_oracle(name: str, options: dict[str, object]) -> None:
@@ -202,8 +211,8 @@ def test_half_precision_runs_and_validates(name: str, dtype: torch.dtype) -> Non
 
 def test_a_program_that_disagrees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparse_compile.errors import ValidationError
-    from sparse_compile.passes.program import Site
     from sparse_compile.passes import sites as sites_pass
+    from sparse_compile.passes.program import Site
 
     def wrong(**fields: object) -> Site:
         return Site(**{**fields, "scale": 2.0 * float(fields["scale"])})  # type: ignore[arg-type]

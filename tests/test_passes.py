@@ -12,6 +12,7 @@ from torch import fx
 from toy import Toy, toy_compile, toy_graph
 
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Compilation, Options, Pass, PassManager
 from sparse_compile.passes.errors import OptionError, PassError, UnsupportedModel
 from sparse_compile.passes.grammar import Grammar
@@ -20,7 +21,6 @@ from sparse_compile.passes.pipeline import PASSES, build_program
 from sparse_compile.passes.program import Site, Variant
 from sparse_compile.passes.roll import NotIsomorphic, Period, _Prover, find_periods, find_roll
 from sparse_compile.passes.schedule import check_order, schedule_site
-from sparse_compile.models import tiny_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -241,7 +241,14 @@ def test_consume_without_capture_is_refused() -> None:
 
 def test_sliding_layers_of_a_looped_section_stay_dense() -> None:
     compilation = toy_compile(Toy(layers=2, loops=3, windows=(4, 0)))
-    assert [site.kind for site in compilation.sites] == ["dense", "dense", "dense", "capture", "dense", "consume"]
+    assert [site.kind for site in compilation.sites] == [
+        "dense",
+        "dense",
+        "dense",
+        "capture",
+        "dense",
+        "consume",
+    ]
     assert {site.store_site for site in compilation.sites if site.kind != "dense"} == {0}
 
 
@@ -400,7 +407,9 @@ def test_weights_are_the_users_own() -> None:
 
 
 def test_trace_is_deterministic() -> None:
-    texts = [build_program(tiny_model("dory"), Options(Retention.of(0.3))).graph_text("after") for _ in range(2)]
+    texts = [
+        build_program(tiny_model("dory"), Options(Retention.of(0.3))).graph_text("after") for _ in range(2)
+    ]
     assert texts[0] == texts[1]
 
 

@@ -42,7 +42,9 @@ def test_plain_llama_is_not_looped() -> None:
 
 
 def test_short_convolution_is_named() -> None:
-    config = Lfm2Config(**SMALL, num_hidden_layers=3, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
+    config = Lfm2Config(
+        **SMALL, num_hidden_layers=3, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"]
+    )
     error = refusal(Lfm2ForCausalLM(config))
     assert error.module == "model.layers.0.conv"
     assert "mixes tokens outside attention" in error.reason
@@ -154,7 +156,12 @@ def test_cross_attention() -> None:
 
     recorder = probe._Recorder(model, 11)
     with pytest.raises(UnsupportedModel, match="cross attention"):
-        recorder.attention(model.model.layers[0].self_attn, torch.zeros(1, 4, 11, 8), torch.zeros(1, 4, 7, 8), torch.zeros(1, 4, 7, 8))
+        recorder.attention(
+            model.model.layers[0].self_attn,
+            torch.zeros(1, 4, 11, 8),
+            torch.zeros(1, 4, 7, 8),
+            torch.zeros(1, 4, 7, 8),
+        )
 
 
 def test_attention_argument_that_ops_do_not_know() -> None:

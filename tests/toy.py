@@ -29,7 +29,7 @@ class ToyAttention(nn.Module):
 
 
 class Toy(nn.Module):
-    """embed -> loops x (layers: x + attention(x), then + injected input) -> head; `twist(x, loop)` runs before each loop."""
+    """embed -> loops x (x + attention(x) per layer, then + the input) -> head; `twist(x, loop)` runs before a loop."""
 
     def __init__(
         self,
