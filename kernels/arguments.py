@@ -40,7 +40,8 @@ class Attention:
     `plane + plane_stride * row_loop[t]`. Key j lies at
     pool[plane, block_table[row_seq, j // page_size], :, j % page_size]. A row of length 0 is padding.
     `window` W > 0 hides the keys before row_position - W + 1. `softcap` c > 0 turns a score s into
-    c * tanh(s / c).
+    c * tanh(s / c). k, v [T, Hkv, D] are the rows' fresh keys and values; an implementation that writes them itself
+    reads them from here. `query_rows` as in `ops`.
     """
 
     q: Tensor
@@ -56,6 +57,9 @@ class Attention:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    k: Tensor | None = None
+    v: Tensor | None = None
+    query_rows: int = 0
 
     @property
     def rows(self) -> int:

@@ -24,6 +24,8 @@ from .paging import look_up_pages
 from .retention import Retention
 from .tiles import Block, Tile
 
+WRITES_KEYS = False  # the dispatch stores k and v before it calls these functions
+
 
 def dense(
     attention: Attention, out: Tensor, rows: Sequence[int] | None = None, static: bool | None = None
@@ -87,8 +89,9 @@ def mixed(
     retention: Retention,
     out: Tensor,
     static: bool | None = None,
+    captures: bool = True,
 ) -> None:
-    """Each row by its mode: 0 inactive, 1 dense, 2 capture, 3 consume."""
+    """Each row by its mode: 0 inactive, 1 dense, 2 capture, 3 consume. `captures` saves nothing here."""
     if _static(attention, static):
         _mixed_static(attention, row_mode, store, retention, out)
         return

@@ -6,8 +6,13 @@ schema order.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from . import batched, checks, reference
@@ -20,8 +25,29 @@ _STORE = ("row_slot", "index", "count", "mass", "o_ref", "c_ref")
 """Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot."""
 
 
+@functools.cache
+def triton_obstacle(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the Triton kernels cannot run such a call; "" where they can.
+
+    On the CPU they run in Triton's interpreter only, which TRITON_INTERPRET=1 switches on for the whole process.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "its kernels need a CUDA device, or TRITON_INTERPRET=1 to be interpreted"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"there are no kernels for {dtype}"
+    if head_dim > 256:
+        return f"head_dim {head_dim} is above 256"
+    return ""
+
+
 class Implementation(Protocol):
-    """What a module must offer to serve the ops. Each function fills `out` and leaves the pool alone."""
+    """What a module must offer to serve the ops. Each function fills `out`; it leaves the pool alone, unless
+    `WRITES_KEYS` says that it stores the rows' k and v itself.
+    """
+
+    WRITES_KEYS: bool
 
     def dense(self, attention: Attention, out: Tensor) -> None: ...
 
@@ -30,25 +56,40 @@ class Implementation(Protocol):
     def consume(self, attention: Attention, store: Store, out: Tensor) -> None: ...
 
     def mixed(
-        self, attention: Attention, row_mode: Tensor, store: Store, retention: Retention, out: Tensor
+        self,
+        attention: Attention,
+        row_mode: Tensor,
+        store: Store,
+        retention: Retention,
+        out: Tensor,
+        *,
+        captures: bool,
     ) -> None: ...
 
 
-def choose(name: str) -> Implementation:
-    """The implementation called `name`; "auto" is "batched".
+def choose(name: str, attention: Attention) -> Implementation:
+    """The implementation that serves a call. "auto" is Triton on CUDA where its kernels can run the call, else
+    "batched".
 
-    Raises ValueError for an unknown name and NotImplementedError for "triton", whose kernels do not exist
-    yet.
+    Raises ValueError for an unknown name, and for "triton" where it is not installed or cannot run the call; the
+    message says why.
     """
     if name == "reference":
         return reference
-    if name in ("batched", "auto"):
+    if name == "batched":
         return batched
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation={name!r} is unknown; choose one of {known}")
+    device = attention.q.device.type
+    if name == "auto" and device == "cpu":
+        return batched
+    obstacle = triton_obstacle(device, attention.q.dtype, attention.head_dim)
+    if not obstacle:
+        return importlib.import_module(".triton_backend", __package__)  # type: ignore[return-value]
     if name == "triton":
-        raise NotImplementedError('implementation="triton" has no kernels yet; use implementation="batched"')
-    raise ValueError(
-        f"implementation={name!r} is unknown; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}"
-    )
+        raise ValueError(f'implementation="triton" cannot run here: {obstacle}; use implementation="batched"')
+    return batched
 
 
 def kv_write(
@@ -73,10 +114,10 @@ def kv_write(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, implementation: str, **settings: Any) -> Tensor:
-    chosen = choose(implementation)
-    attention = Attention(q=q, **_named(_PLAN, tensors), **settings)
+    attention = Attention(q=q, k=k, v=v, **_named(_PLAN, tensors), **settings)
+    chosen = choose(implementation, attention)
     _check(attention, k, v)
-    _write(attention, k, v)
+    _write(chosen, attention, k, v)
     out = allocate_output(q)
     chosen.dense(attention, out)
     return out
@@ -93,13 +134,13 @@ def capture(
     implementation: str,
     **settings: Any,
 ) -> Tensor:
-    chosen = choose(implementation)
-    attention, store = _operands(q, tensors, site, settings)
+    attention, store = _operands(q, k, v, tensors, site, settings)
+    chosen = choose(implementation, attention)
     retention = Retention(retention_num, retention_den)
     _check(attention, k, v, store)
     if q.device.type == "cpu":
         checks.check_capture(attention, store, retention, range(attention.rows))
-    _write(attention, k, v)
+    _write(chosen, attention, k, v)
     out = allocate_output(q)
     chosen.capture(attention, store, retention, out)
     return out
@@ -108,12 +149,12 @@ def capture(
 def consume(
     q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, site: int, implementation: str, **settings: Any
 ) -> Tensor:
-    chosen = choose(implementation)
-    attention, store = _operands(q, tensors, site, settings)
+    attention, store = _operands(q, k, v, tensors, site, settings)
+    chosen = choose(implementation, attention)
     _check(attention, k, v, store)
     if q.device.type == "cpu":
         checks.check_consume(attention, store, range(attention.rows))
-    _write(attention, k, v)
+    _write(chosen, attention, k, v)
     out = allocate_output(q)
     chosen.consume(attention, store, out)
     return out
@@ -128,12 +169,13 @@ def mixed(
     retention_num: int,
     retention_den: int,
     implementation: str,
+    captures: bool = True,
     **settings: Any,
 ) -> Tensor:
-    chosen = choose(implementation)
     mode_at = len(_PLAN) + 1
     row_mode = tensors[mode_at]
-    attention, store = _operands(q, tensors[:mode_at] + tensors[mode_at + 1 :], site, settings)
+    attention, store = _operands(q, k, v, tensors[:mode_at] + tensors[mode_at + 1 :], site, settings)
+    chosen = choose(implementation, attention)
     retention = Retention(retention_num, retention_den)
     _check(attention, k, v, store)
     checks.check_row_mode(attention, row_mode)
@@ -143,9 +185,9 @@ def mixed(
             attention, store, retention, [row for row, m in enumerate(modes) if m == CAPTURE]
         )
         checks.check_consume(attention, store, [row for row, m in enumerate(modes) if m == CONSUME])
-    _write(attention, k, v)
+    _write(chosen, attention, k, v)
     out = allocate_output(q)
-    chosen.mixed(attention, row_mode, store, retention, out)
+    chosen.mixed(attention, row_mode, store, retention, out, captures=captures)
     return out
 
 
@@ -158,11 +200,11 @@ def site(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap:
 
 
 def _operands(
-    q: Tensor, tensors: tuple[Tensor, ...], site: int, settings: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...], site: int, settings: dict[str, Any]
 ) -> tuple[Attention, Store]:
     named = _named(_PLAN + _STORE, tensors)
     store = Store(site=site, **{name: named.pop(name) for name in _STORE})
-    return Attention(q=q, **named, **settings), store
+    return Attention(q=q, k=k, v=v, **named, **settings), store
 
 
 def _named(names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -177,7 +219,9 @@ def _check(attention: Attention, k: Tensor, v: Tensor, store: Store | None = Non
         checks.check_values(attention)
 
 
-def _write(attention: Attention, k: Tensor, v: Tensor) -> None:
+def _write(chosen: Implementation, attention: Attention, k: Tensor, v: Tensor) -> None:
+    if chosen.WRITES_KEYS:
+        return
     write_rows(
         k,
         v,

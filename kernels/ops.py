@@ -11,8 +11,10 @@ implementations too.
 Tensor arguments come in the field order of `arguments.Attention` and `arguments.Store`; shapes are described
 there. A schema names what the op mutates; results are fresh contiguous memory of q's shape and dtype and
 alias no input. Inputs may have any strides. All rows' k and v are written before any row attends, so the rows
-of one prefill chunk see each other. `implementation` is one of `arguments.IMPLEMENTATIONS`. The ops are for
-inference and define no gradient.
+of one prefill chunk see each other. `implementation` is one of `arguments.IMPLEMENTATIONS`. `query_rows` is what the
+caller promises of the rows: 0 nothing, 1 that no two rows belong to one sequence, R > 1 that each R consecutive rows
+belong to one. `captures=False` promises that no row of a mixed call has mode capture. The ops are for inference and
+define no gradient.
 """
 
 from __future__ import annotations
@@ -37,25 +39,25 @@ _STORE_WRITTEN = (
 _STORE_READ = "Tensor row_slot, Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref"
 _PLANE = "int plane, int plane_stride"
 _RETENTION = "int retention_num, int retention_den"
+_HOW = "str implementation, int query_rows=0"
 
 SCHEMAS = {
     "kv_write": (
         "(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
         f"Tensor row_seq, Tensor row_position, Tensor row_loop, *, {_PLANE}) -> ()"
     ),
-    "dense": f"({_ROWS}, *, {_PLANE}, float scale, int window, float softcap, str implementation) -> Tensor",
+    "dense": f"({_ROWS}, *, {_PLANE}, float scale, int window, float softcap, {_HOW}) -> Tensor",
     "capture": (
         f"({_ROWS}, {_STORE_WRITTEN}, *, {_PLANE}, int site, float scale, float softcap, {_RETENTION}, "
-        "str implementation) -> Tensor"
+        f"{_HOW}) -> Tensor"
     ),
     "consume": (
-        f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, str implementation) "
-        f"-> Tensor"
+        f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) "
+        "-> Tensor"
     ),
     "mixed": (
-        f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, *, {_PLANE}, int "
-        f"site, "
-        f"float scale, float softcap, {_RETENTION}, str implementation) -> Tensor"
+        f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, *, {_PLANE}, "
+        f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True) -> Tensor"
     ),
     "site": "(Tensor q, Tensor k, Tensor v, *, float scale, int window, float softcap) -> Tensor",
 }

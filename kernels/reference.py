@@ -25,6 +25,8 @@ from .arguments import CAPTURE, CONSUME, DENSE, Attention, Store
 from .paging import look_up_pages
 from .retention import Retention
 
+WRITES_KEYS = False  # the dispatch stores k and v before it calls these functions
+
 
 def dense(attention: Attention, out: Tensor, dtype: torch.dtype | None = None) -> None:
     """Softmax attention over all visible keys."""
@@ -53,8 +55,9 @@ def mixed(
     retention: Retention,
     out: Tensor,
     dtype: torch.dtype | None = None,
+    captures: bool = True,
 ) -> None:
-    """Each row by its mode: 0 inactive, 1 dense, 2 capture, 3 consume."""
+    """Each row by its mode: 0 inactive, 1 dense, 2 capture, 3 consume. `captures` saves nothing here."""
     for row, mode in enumerate(row_mode.tolist()):
         if mode == DENSE:
             out[row] = _dense_row(attention, row, dtype)

@@ -1,0 +1,1 @@
+"""Benchmarks. Run from the repository root: `python -m benchmarks.attention --help`."""

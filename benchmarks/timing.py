@@ -1,0 +1,66 @@
+"""How every benchmark times: CUDA graphs of several calls over rotating buffers, median of replays, conditions first."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def conditions() -> dict[str, Any]:
+    """What the figures depend on: GPU, versions, commit and command."""
+    import triton
+
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "command": " ".join(["python", "-m", "benchmarks." + sys.argv[0].rsplit("/", 1)[-1].removesuffix(".py"), *sys.argv[1:]]),
+    }
+
+
+def graph_time(calls: list[Callable[[], Any]], replays: int = 7, least_ms: float = 2.0) -> float:
+    """Microseconds per call: all calls in one CUDA graph, repeated to at least `least_ms`, median of replays.
+
+    The calls should work on different memory, more of it together than the L2 cache holds.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        rounds = max(1, min(50, int(least_ms / max(1e-3, start.elapsed_time(end)))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    del graph
+    return statistics.median(times) * 1000 / (rounds * len(calls))

@@ -1,0 +1,251 @@
+"""The attention kernel for CUDA: dense, capture, consume and mixed rows over the paged pool.
+
+One program attends one unit of keys for one tile: the query heads of one key/value head and of `R` rows of one
+sequence (dense, capture), or one query head of one row (consume). A unit is a run of consecutive visible keys, or of
+retained keys, whose size follows from the row's own length alone; so is every order of addition, and a row's bits do
+not depend on its neighbours or on the size of the batch. Programs leave partial results in scratch; the last one of a
+tile to arrive merges them in order of the units, applies a consume's correction, and writes the output. Queries are
+padded to the tensor cores' 16 rows. Scores and sums are float32. All addresses are int64.
+
+Mirrors `reference.dense`, `reference.capture` (without the selection, see `triton_select`) and `reference.consume`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MODE_DENSE = tl.constexpr(0)
+MODE_CAPTURE = tl.constexpr(1)
+MODE_CONSUME = tl.constexpr(2)
+MODE_MIXED = tl.constexpr(3)
+
+
+@triton.jit
+def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr):
+    """Keys per unit: the smallest MIN_UNIT * 2^i of which MAX_UNITS cover `length`."""
+    unit = tl.full((), MIN_UNIT, tl.int32)
+    while unit * MAX_UNITS < length:
+        unit = unit * 2
+    return unit
+
+
+@triton.jit
+def soft_cap(s, cap):
+    """cap * tanh(s / cap), by the exponential that every backend has."""
+    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def token_offsets(table_row, n, ok, PAGE: tl.constexpr, pool_page, pool_token):
+    """int64 [BN]: where keys n [BN] lie within one plane and head; entries that are not `ok` point at page 0."""
+    page = tl.load(table_row + n // PAGE, mask=ok, other=0).to(tl.int64)
+    return page * pool_page + (n % PAGE) * pool_token
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b in float32. PRECISION "upcast" widens first: Triton's interpreter cannot multiply bfloat16."""
+    if PRECISION == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
+    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m, l, acc)."""
+    m_new = tl.maximum(m, tl.max(s, 1))  # [BM]
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2((m - m_safe) * LOG2E)
+    p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
+    acc = acc * alpha[:, None] + product(p.to(v.dtype), v, PRECISION)
+    return m_new, l * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def merge_units(part_acc, part_m, part_l, at, units, d, MAX_UNITS: tl.constexpr, BD: tl.constexpr):
+    """Partial results of one (row, head), merged in order of the units: (sum [BD], m, l)."""
+    u = tl.arange(0, MAX_UNITS)
+    live = u < units
+    m_u = tl.load(part_m + at * MAX_UNITS + u, mask=live, other=float("-inf"), cache_modifier=".cg")
+    l_u = tl.load(part_l + at * MAX_UNITS + u, mask=live, other=0.0, cache_modifier=".cg")
+    m = tl.max(m_u, 0)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    w = tl.where(live, tl.exp2((m_u - m_safe) * LOG2E), 0.0)
+    acc_u = tl.load(  # [MAX_UNITS, BD]
+        part_acc + (at * MAX_UNITS + u)[:, None] * BD + d[None, :],
+        mask=live[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return tl.sum(acc_u * w[:, None], 0), m, tl.sum(l_u * w, 0)
+
+
+@triton.jit
+def write_kernel(
+    k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_loop,
+    k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BD)
+    position = tl.load(row_position + row)
+    seq = tl.load(row_seq + row).to(tl.int64)
+    page = tl.load(table + seq * table_s + position // PAGE).to(tl.int64)
+    at = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane
+    at += page * pool_page + head * pool_head + (position % PAGE) * pool_token
+    tl.store(k_pool + at + d, tl.load(k_new + row * k_t + head * k_h + d, mask=d < D), mask=d < D)
+    tl.store(v_pool + at + d, tl.load(v_new + row * v_t + head * v_h + d, mask=d < D), mask=d < D)
+
+
+@triton.jit
+def attention_kernel(
+    q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
+    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived,
+    q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
+    plane, plane_stride, scale, cap, window, site, sites, capacity,
+    MODE: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
+
+    q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (capture);
+    stats [T * H, 2] the softmax maximum and sum (capture); part_* [T * H, MAX_UNITS(, BD)] float32;
+    arrived int32 [T * H], zero before and after every launch.
+    """
+    unit, tile = tl.program_id(0), tl.program_id(2)
+    row0 = (tile * R).to(tl.int64)
+    if MODE == MODE_CONSUME or MODE == MODE_MIXED:
+        head0 = tl.program_id(1)
+        kv = head0 // G
+        M_LIVE: tl.constexpr = 1
+    else:
+        kv = tl.program_id(1)
+        head0 = kv * G
+        M_LIVE: tl.constexpr = R * G
+    mode = tl.load(row_mode + row0) if MODE == MODE_MIXED else MODE + 1
+    kept = mode == 3
+    # The tile: query m is head head0 + m % G of row row0 + m // G.
+    mi = tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    d_ok = d < D
+    live = mi < M_LIVE
+    rows = row0 + mi // G
+    heads = head0 + mi % G
+    length_m = tl.load(row_length + rows, mask=live, other=0)
+    length_m = tl.where(mode == 0, 0, length_m)
+    length = tl.max(length_m, 0)
+    slot = tl.load(row_slot + row0).to(tl.int64) if MODE != MODE_DENSE else row0
+    entry = (slot * sites + site) * HEADS + head0  # line of the store
+    first = 0
+    position = tl.load(row_position + row0)
+    if HAS_WINDOW:
+        position_m = tl.load(row_position + rows, mask=live, other=0)
+        first_m = tl.maximum(position_m - window + 1, 0)
+        first = tl.min(tl.where(live & (length_m > 0), first_m, length), 0)
+    if kept:
+        total = tl.where(length > 0, tl.load(count + slot * sites + site), 0)
+        keys = unit_size(total, MIN_KEPT, MAX_KEPT)
+    else:
+        total = length - first
+        keys = unit_size(total, MIN_UNIT, MAX_UNITS)
+    units = tl.cdiv(total, keys)
+    seq = tl.load(row_seq + row0).to(tl.int64)
+    table_row = table + seq * table_s
+    base = (plane + plane_stride * tl.load(row_loop + row0)).to(tl.int64) * pool_plane + kv * pool_head
+    at_m = rows * HEADS + heads  # [BM]
+
+    if units == 0:
+        # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
+        if unit == 0:
+            nothing = tl.where(kept & (length > 0), float("nan"), 0.0)
+            empty = tl.zeros([BM, BD], tl.float32) + nothing
+            tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
+            if FUSE_WRITE and length > 0:
+                at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
+                at += (position % PAGE) * pool_token
+                tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
+                tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
+    elif unit < units:
+        if FUSE_WRITE and unit == units - 1:
+            # The row's own key is the last visible one, so this unit alone reads it.
+            at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
+            at += (position % PAGE) * pool_token
+            tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
+            tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
+            tl.debug_barrier()
+        q_tile = tl.load(  # [BM, BD]
+            q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0
+        )
+        m = tl.full([BM], float("-inf"), tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BD], tl.float32)
+        start = unit * keys
+        end = tl.minimum(start + keys, total)
+        if kept:
+            kept_line = index + entry * capacity
+            for e0 in tl.range(start, end, BN, num_stages=STAGES):
+                e = e0 + tl.arange(0, BN)
+                ok = e < end
+                n = tl.load(kept_line + e, mask=ok, other=0)
+                at = base + token_offsets(table_row, n, ok, PAGE, pool_page, pool_token)
+                k = tl.load(k_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [BN, BD]
+                v = tl.load(v_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+                s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
+                if HAS_CAP:
+                    s = soft_cap(s, cap)
+                m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
+        else:
+            for n0 in tl.range(first + start, first + end, BN, num_stages=STAGES):
+                n = n0 + tl.arange(0, BN)
+                ok = n < first + end
+                at = base + token_offsets(table_row, n, ok, PAGE, pool_page, pool_token)
+                k = tl.load(k_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [BN, BD]
+                v = tl.load(v_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+                s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
+                if HAS_CAP:
+                    s = soft_cap(s, cap)
+                seen = ok[None, :] & (n[None, :] < length_m[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (n[None, :] >= first_m[:, None])
+                if MODE == MODE_CAPTURE:
+                    tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
+                if MODE == MODE_MIXED:
+                    if mode == 2:
+                        tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
+                m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
+        part = at_m * MAX_UNITS + unit
+        tl.store(part_m + part, m, mask=live)
+        tl.store(part_l + part, l, mask=live)
+        tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None] & (d[None, :] < BD))
+        tl.debug_barrier()
+        ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
+        if ticket == units - 1:
+            tl.debug_barrier()
+            tl.store(arrived + row0 * HEADS + head0, 0)
+            for i in range(M_LIVE):
+                row = row0 + i // G
+                head = head0 + i % G
+                total_acc, total_m, total_l = merge_units(
+                    part_acc, part_m, part_l, row * HEADS + head, units, d, MAX_UNITS, BD
+                )
+                result = tl.where(total_l > 0, total_acc / total_l, 0.0)  # [BD]
+                where_out = out + (row * HEADS + head) * D + d
+                if kept:
+                    weight = tl.load(mass + entry)
+                    before = tl.load(o_ref + entry * D + d, mask=d_ok, other=0.0).to(tl.float32)
+                    centre = tl.load(c_ref + entry * D + d, mask=d_ok, other=0.0)
+                    tl.store(where_out, before + weight * (result - centre), mask=d_ok)
+                else:
+                    tl.store(where_out, result, mask=d_ok)
+                    if MODE == MODE_CAPTURE or (MODE == MODE_MIXED and mode == 2):
+                        own_slot = tl.load(row_slot + row).to(tl.int64)
+                        line = (own_slot * sites + site) * HEADS + head
+                        tl.store(o_ref + line * D + d, result, mask=d_ok)
+                        tl.store(stats + (row * HEADS + head) * 2, total_m)
+                        tl.store(stats + (row * HEADS + head) * 2 + 1, total_l)

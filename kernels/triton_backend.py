@@ -1,0 +1,182 @@
+"""The Triton implementation behind the ops: launches, scratch, and the choice of tile sizes.
+
+Every function writes the rows' keys and values itself (`WRITES_KEYS`), then launches: dense and consume are one kernel,
+capture three (attend, select, reference), mixed one, or three at sites where a row may capture. Nothing here reads the
+device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change between replays, and the grid
+covers whatever the block table could hold.
+
+On the CPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 was set before this module was imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from .arguments import Attention, Store
+from .retention import Retention
+from .triton_attention import MODE_CAPTURE, MODE_CONSUME, MODE_DENSE, MODE_MIXED, attention_kernel, write_kernel
+from .triton_select import reference_kernel, select_kernel
+from .triton_tuning import Tiles, tiles_for
+
+WRITES_KEYS = True
+
+_REGISTER_SCORES = 32768  # longest row of scores that one program of the selection keeps in registers
+
+
+def dense(attention: Attention, out: Tensor) -> None:
+    """Fill out [T, H, D]; inactive rows get zeros."""
+    _attend(attention, out, MODE_DENSE)
+
+
+def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
+    """`dense`, and each active row's reference written to its slot."""
+    scratch = _attend(attention, out, MODE_CAPTURE, store)
+    _keep(attention, store, retention, scratch)
+
+
+def consume(attention: Attention, store: Store, out: Tensor) -> None:
+    """Fill out with O_ref + m * (T - C_ref). A row whose slot is empty gets NaN: it has no answer."""
+    _attend(attention, out, MODE_CONSUME, store)
+
+
+def mixed(
+    attention: Attention,
+    row_mode: Tensor,
+    store: Store,
+    retention: Retention,
+    out: Tensor,
+    captures: bool = True,
+) -> None:
+    """Each row by its mode. `captures=False` promises that no row has mode capture, and skips what that would need."""
+    scratch = _attend(attention, out, MODE_MIXED, store, row_mode, captures)
+    if captures:
+        _keep(attention, store, retention, scratch, row_mode)
+
+
+class Scratch:
+    """Memory that the kernels of one op call hand to each other."""
+
+    def __init__(self, attention: Attention, tiles: Tiles, keeps_scores: bool) -> None:
+        lines, device = attention.rows * attention.heads, attention.q.device
+        units, width = max(tiles.max_units, tiles.max_kept), next_power_of_2(max(16, attention.head_dim))
+        self.tiles, self.units, self.width = tiles, units, width
+        self.part_acc = torch.empty(lines, units, width, dtype=torch.float32, device=device)
+        self.part_m = torch.empty(lines, units, dtype=torch.float32, device=device)
+        self.part_l = torch.empty(lines, units, dtype=torch.float32, device=device)
+        self.arrived = _arrivals(device, lines)
+        self.keys = attention.max_pages * attention.page_size
+        keys, stats = (self.keys, lines) if keeps_scores else (1, 1)
+        self.scores = torch.empty(stats, keys, dtype=torch.float32, device=device)
+        self.stats = torch.empty(stats, 2, dtype=torch.float32, device=device)
+
+
+_arrival_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+
+def _arrivals(device: torch.device, lines: int) -> Tensor:
+    """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
+
+    One set per device and stream. Buffers that were outgrown stay alive, since a CUDA graph may hold their address.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    buffers = _arrival_counters.setdefault((device, stream), [])
+    if not buffers or buffers[-1].shape[0] < lines:
+        buffers.append(torch.zeros(next_power_of_2(max(lines, 1024)), dtype=torch.int32, device=device))
+    return buffers[-1]
+
+
+def _precision(q: Tensor) -> str:
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        return "upcast"
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
+def _attend(
+    attention: Attention,
+    out: Tensor,
+    mode: int,
+    store: Store | None = None,
+    row_mode: Tensor | None = None,
+    captures: bool = False,
+) -> Scratch:
+    mode = int(getattr(mode, "value", mode))
+    a = attention if attention.q.stride(-1) == 1 else replace(attention, q=attention.q.contiguous())
+    per_head = mode in (MODE_CONSUME.value, MODE_MIXED.value)
+    group = max(1, a.query_rows)
+    if per_head and group > 1:
+        raise ValueError(f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1")
+    if a.rows % group:
+        raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
+    tiles = tiles_for(a)
+    scratch = Scratch(a, tiles, keeps_scores=mode == MODE_CAPTURE.value or captures)
+    fuse = a.query_rows == 1
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
+    if not fuse:
+        _write(a, k, v)
+    limit = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
+    if store is not None:
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
+        limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
+    s = store if store is not None else _no_store(a)
+    grid = (limit, a.heads if per_head else a.kv_heads, a.rows // group)
+    attention_kernel[grid](
+        a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
+        row_mode if row_mode is not None else a.row_length, s.row_slot,
+        out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
+        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
+        a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
+        a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
+        MODE=mode, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
+        HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
+        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BD=scratch.width,
+        STAGES=tiles.stages, PRECISION=_precision(a.q),
+        MIN_UNIT=tiles.min_unit, MAX_UNITS=scratch.units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    return scratch
+
+
+def _write(a: Attention, k: Tensor, v: Tensor) -> None:
+    write_kernel[(a.rows, a.kv_heads)](
+        k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), num_warps=1,
+    )  # fmt: skip
+
+
+def _no_store(a: Attention) -> Store:
+    """Stands in for the store of a dense call; nothing reads it."""
+    nothing = a.row_length
+    return Store(nothing, nothing[None, None, None], nothing[None], nothing, nothing, nothing, site=0)
+
+
+def _keep(
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
+) -> None:
+    """The retained sets, masses and C_ref of the rows that captured."""
+    tiles = scratch.tiles
+    mode = row_mode if row_mode is not None else a.row_length
+    weights = torch.empty(a.rows * a.heads, store.capacity, dtype=torch.float32, device=a.q.device)
+    width = min(_REGISTER_SCORES, next_power_of_2(max(128, scratch.keys)))
+    select_kernel[(a.heads, a.rows)](
+        scratch.scores, scratch.stats, weights, a.row_length, mode, store.row_slot, store.index, store.count,
+        scratch.scores.stride(0), store.site, store.count.shape[1], store.capacity,
+        retention.numerator, retention.denominator,
+        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 4096),
+        IN_REGISTERS=scratch.keys <= width, num_warps=min(32, max(1, width // 1024)),
+    )  # fmt: skip
+    units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
+    reference_kernel[(units, a.heads, a.rows)](
+        weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop, mode, store.row_slot,
+        store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
+        *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
+        store.site, store.count.shape[1], store.capacity,
+        MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
+        BN=tiles.block, BD=scratch.width, STAGES=tiles.stages, PRECISION=_precision(a.q),
+        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, MAX_UNITS=scratch.units, num_warps=tiles.warps,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Tile sizes of the Triton kernels, by head size and dtype alone.
+
+They must not depend on the number of rows or on lengths: a row's order of additions, and so its bits, follows from its
+own length and from these numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .arguments import Attention
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """block: keys per step of the inner loop. A dense unit has at least `min_unit` keys and a row at most `max_units`
+    units; `min_kept` and `max_kept` say the same of retained keys. warps, stages: Triton's num_warps and the depth of
+    the load pipeline.
+    """
+
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+    min_unit: int = 128
+    max_units: int = 32
+    min_kept: int = 128
+    max_kept: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("block", "warps", "min_unit", "max_units", "min_kept", "max_kept"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+
+
+def tiles_for(attention: Attention) -> Tiles:
+    """The tiles of one call."""
+    bytes_per_key = attention.head_dim * attention.q.element_size()
+    if bytes_per_key > 512:
+        return Tiles(block=16, stages=2)
+    if bytes_per_key > 256:
+        return Tiles(block=32)
+    return Tiles()
