@@ -116,6 +116,32 @@ class Bench:
                 made.append(lambda a=a: triton_backend.consume(a, self.store, self.out))
         return made
 
+    def parts(self, op: str) -> list[Callable[[], Any]]:
+        """Calls of one op, or of one of the three kernels of a capture: attend, select, reference."""
+        if op in ("dense", "consume"):
+            if op == "consume":
+                triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
+            return self.calls(op)
+        made: list[Callable[[], Any]] = []
+        for plane in range(self.planes):
+            a = self.attention(plane)
+            scratch = triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
+            if op == "attend":
+                made.append(
+                    lambda a=a: triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
+                )
+                continue
+            weights = triton_backend._select(a, self.store, self.retention, scratch, None)
+            if op == "select":
+                made.append(
+                    lambda a=a, s=scratch: triton_backend._select(a, self.store, self.retention, s, None)
+                )
+            else:
+                made.append(
+                    lambda a=a, s=scratch, w=weights: triton_backend._reduce(a, self.store, s, w, None)
+                )
+        return made
+
     def sdpa_calls(self, backend: Any) -> list[Callable[[], Any]]:
         from torch.nn.attention import sdpa_kernel
 
@@ -207,31 +233,37 @@ def fits(point: Point) -> bool:
 
 
 def tune(points: list[Point]) -> None:
-    """Print dense and consume times of many tile sizes; nothing is chosen automatically."""
-    candidates = [
-        Tiles(block=block, warps=warps, stages=stages, min_unit=128, max_units=units)
-        for block, warps, stages, units in itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (16, 32))
-        if block * stages <= 256 and not (block == 32 and warps == 8)
-    ]
-    for point in points:
-        bench = Bench(point, baseline=False)
-        bench.check()
-        print(f"--- {point}", flush=True)
-        found = []
+    """Print the time of each kernel for many tile sizes; nothing is chosen automatically."""
+    benches = [Bench(point, baseline=False) for point in points]
+    sweeps = {
+        "dense": [
+            Tiles(block=block, stages=stages, min_unit=least, max_units=units)
+            for block, stages, (least, units) in itertools.product(
+                (64, 128), (2, 3, 4), ((128, 16), (256, 16), (512, 16), (256, 32))
+            )
+            if block * stages <= 256
+        ],
+        "consume": [
+            Tiles(block=block, stages=stages, min_kept=least, max_kept=units)
+            for block, stages, (least, units) in itertools.product((32, 64, 128), (2, 3, 4), ((64, 16), (128, 8), (256, 16)))
+            if block * stages <= 256 and block <= least
+        ],
+        "attend": [Tiles(block=128, stages=2, max_units=16), Tiles(block=64, stages=4, max_units=16)],
+        "select": [Tiles()],
+        "reference": [Tiles(block=64, stages=3), Tiles(block=128, stages=2), Tiles(block=32, stages=4), Tiles(block=64, stages=2, min_kept=64)],
+    }  # fmt: skip
+    print("points:", *[f"{p.rows}x{p.context}" for p in points])
+    for op, candidates in sweeps.items():
+        print(f"--- {op}", flush=True)
         for tiles in candidates:
             triton_backend.tiles_for = lambda attention, tiles=tiles: tiles
             try:
-                found.append((graph_time(bench.calls("dense")), graph_time(bench.calls("consume")), tiles))
+                times = [graph_time(bench.parts(op)) for bench in benches]
             except Exception as error:  # a size that does not fit the GPU
                 print(tiles, "failed:", str(error).splitlines()[0][:80])
-        for label, key in (("dense", 0), ("consume", 1)):
-            print(label)
-            for entry in sorted(found, key=lambda e: e[key])[:6]:  # noqa: B023
-                print(f"   {entry[0]:9.2f} {entry[1]:9.2f}  {entry[2]}", flush=True)
-        triton_backend.tiles_for = tiles_for
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+                continue
+            print("  ".join(f"{time:8.2f}" for time in times), tiles, flush=True)
+    triton_backend.tiles_for = tiles_for
 
 
 def parse_points(text: str, shape: str) -> list[Point]:

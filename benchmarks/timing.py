@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -15,10 +16,10 @@ def conditions() -> dict[str, Any]:
     """What the figures depend on: GPU, versions, commit and command."""
     import triton
 
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
+    commit = os.environ.get("SPARSE_COMPILE_COMMIT", "")  # for a copy of the tree that has no .git
+    if not commit:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or "unknown"
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

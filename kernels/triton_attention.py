@@ -38,10 +38,16 @@ def soft_cap(s, cap):
 
 
 @triton.jit
-def token_offsets(table_row, n, ok, PAGE: tl.constexpr, pool_page, pool_token):
-    """int64 [BN]: where keys n [BN] lie within one plane and head; entries that are not `ok` point at page 0."""
-    page = tl.load(table_row + n // PAGE, mask=ok, other=0).to(tl.int64)
-    return page * pool_page + (n % PAGE) * pool_token
+def page_of(table_row, n, ok, PAGE: tl.constexpr):
+    """int32 [BN]: pages of the keys n [BN]; page 0 for entries that are not `ok`."""
+    return tl.load(table_row + n // PAGE, mask=ok, other=0)
+
+
+@triton.jit
+def load_keys(pool, base, page, n, ok, d, d_ok, PAGE: tl.constexpr, pool_page, pool_token):
+    """Rows n of one plane and head of a pool: [BN, BD], zeros where not `ok`."""
+    at = base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token  # int64 [BN]
+    return tl.load(pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
 
 
 @triton.jit
@@ -102,150 +108,202 @@ def write_kernel(
 
 
 @triton.jit
+def store_scores(scores, at_m, scores_s, n, s, seen, live, BM: tl.constexpr, M_LIVE: tl.constexpr):
+    """Keep s [BM, BN] for the selection. A single row is picked out first: a store of the padded tile moves it all."""
+    if M_LIVE == 1:
+        row = tl.sum(tl.where(tl.arange(0, BM)[:, None] == 0, s, 0.0), 0)  # [BN]
+        visible = tl.max(tl.where(tl.arange(0, BM)[:, None] == 0, seen.to(tl.int32), 0), 0) > 0
+        at = tl.max(tl.where(tl.arange(0, BM) == 0, at_m, 0), 0)
+        tl.store(scores + at * scores_s + n, row, mask=visible)
+    else:
+        tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
+
+
+@triton.jit
+def emit(
+    result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+    KEPT: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write finished lines: result [X, BD], softmax maximum m and sum l [X] of (rows, heads) [X] where `ok`.
+
+    KEPT applies the correction of a consume, CAPTURES stores O_ref and what the selection needs.
+    """
+    at = rows * HEADS + heads
+    both = ok[:, None] & d_ok[None, :]
+    where_out = out + at[:, None] * D + d[None, :]
+    if KEPT or CAPTURES:
+        slot = tl.load(row_slot + rows, mask=ok, other=0).to(tl.int64)
+        line = (slot * sites + site) * HEADS + heads
+        where_ref = line[:, None] * D + d[None, :]
+    if KEPT:
+        weight = tl.load(mass + line, mask=ok, other=0.0)
+        before = tl.load(o_ref + where_ref, mask=both, other=0.0).to(tl.float32)
+        centre = tl.load(c_ref + where_ref, mask=both, other=0.0)
+        result = before + weight[:, None] * (result - centre)
+    tl.store(where_out, result, mask=both)
+    if CAPTURES:
+        tl.store(o_ref + where_ref, result, mask=both)
+        tl.store(stats + at * 2, m, mask=ok)
+        tl.store(stats + at * 2 + 1, l, mask=ok)
+
+
+@triton.jit
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived,
     q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
     plane, plane_stride, scale, cap, window, site, sites, capacity,
-    MODE: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
+    MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
+    MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
 
-    q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (capture);
-    stats [T * H, 2] the softmax maximum and sum (capture); part_* [T * H, MAX_UNITS(, BD)] float32;
+    q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
+    stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
     arrived int32 [T * H], zero before and after every launch.
     """
     unit, tile = tl.program_id(0), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
-    if MODE == MODE_CONSUME or MODE == MODE_MIXED:
+    PER_HEAD: tl.constexpr = MODE == MODE_CONSUME or MODE == MODE_MIXED
+    M_LIVE: tl.constexpr = 1 if PER_HEAD else R * G
+    # Everything that addresses depend on is asked for at once.
+    seq = tl.load(row_seq + row0).to(tl.int64)
+    loop = tl.load(row_loop + row0)
+    position = tl.load(row_position + row0)
+    slot = tl.load(row_slot + row0).to(tl.int64) if MODE != MODE_DENSE else row0
+    mode = tl.load(row_mode + row0) if MODE == MODE_MIXED else MODE + 1
+    if PER_HEAD:
         head0 = tl.program_id(1)
         kv = head0 // G
-        M_LIVE: tl.constexpr = 1
     else:
         kv = tl.program_id(1)
         head0 = kv * G
-        M_LIVE: tl.constexpr = R * G
-    mode = tl.load(row_mode + row0) if MODE == MODE_MIXED else MODE + 1
-    kept = mode == 3
     # The tile: query m is head head0 + m % G of row row0 + m // G.
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
     live = mi < M_LIVE
-    rows = row0 + mi // G
-    heads = head0 + mi % G
+    rows = row0 + mi // G if M_LIVE > 1 else row0 + mi * 0
+    heads = head0 + mi % G if M_LIVE > 1 else head0 + mi * 0
+    at_m = rows * HEADS + heads  # [BM]
     length_m = tl.load(row_length + rows, mask=live, other=0)
+    q_tile = tl.load(  # [BM, BD]
+        q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0
+    )
+    kept = mode == 3
+    entry = (slot * sites + site) * HEADS + head0  # line of the store
+    stored = tl.load(count + slot * sites + site) if PER_HEAD else 0
     length_m = tl.where(mode == 0, 0, length_m)
     length = tl.max(length_m, 0)
-    slot = tl.load(row_slot + row0).to(tl.int64) if MODE != MODE_DENSE else row0
-    entry = (slot * sites + site) * HEADS + head0  # line of the store
     first = 0
-    position = tl.load(row_position + row0)
     if HAS_WINDOW:
         position_m = tl.load(row_position + rows, mask=live, other=0)
         first_m = tl.maximum(position_m - window + 1, 0)
         first = tl.min(tl.where(live & (length_m > 0), first_m, length), 0)
     if kept:
-        total = tl.where(length > 0, tl.load(count + slot * sites + site), 0)
+        total = tl.where(length > 0, stored, 0)
         keys = unit_size(total, MIN_KEPT, MAX_KEPT)
     else:
         total = length - first
         keys = unit_size(total, MIN_UNIT, MAX_UNITS)
     units = tl.cdiv(total, keys)
-    seq = tl.load(row_seq + row0).to(tl.int64)
     table_row = table + seq * table_s
-    base = (plane + plane_stride * tl.load(row_loop + row0)).to(tl.int64) * pool_plane + kv * pool_head
-    at_m = rows * HEADS + heads  # [BM]
+    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv * pool_head
 
+    # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
+    if FUSE_WRITE and (unit == tl.maximum(units - 1, 0)) & (length > 0):
+        at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page + (position % PAGE) * pool_token
+        tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
+        tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
+        tl.debug_barrier()
     if units == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if unit == 0:
-            nothing = tl.where(kept & (length > 0), float("nan"), 0.0)
-            empty = tl.zeros([BM, BD], tl.float32) + nothing
+            empty = tl.zeros([BM, BD], tl.float32) + tl.where(kept & (length > 0), float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
-            if FUSE_WRITE and length > 0:
-                at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
-                at += (position % PAGE) * pool_token
-                tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
-                tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
     elif unit < units:
-        if FUSE_WRITE and unit == units - 1:
-            # The row's own key is the last visible one, so this unit alone reads it.
-            at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
-            at += (position % PAGE) * pool_token
-            tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
-            tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
-            tl.debug_barrier()
-        q_tile = tl.load(  # [BM, BD]
-            q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0
-        )
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BD], tl.float32)
         start = unit * keys
         end = tl.minimum(start + keys, total)
+        offset = tl.arange(0, BN)
+        # Pages (and positions) of the next step are loaded one step ahead: the loads of keys never wait for them.
         if kept:
             kept_line = index + entry * capacity
+            n = tl.load(kept_line + start + offset, mask=start + offset < end, other=0)
+            n_next = tl.load(kept_line + start + BN + offset, mask=start + BN + offset < end, other=0)
+            page = page_of(table_row, n, start + offset < end, PAGE)
             for e0 in tl.range(start, end, BN, num_stages=STAGES):
-                e = e0 + tl.arange(0, BN)
-                ok = e < end
-                n = tl.load(kept_line + e, mask=ok, other=0)
-                at = base + token_offsets(table_row, n, ok, PAGE, pool_page, pool_token)
-                k = tl.load(k_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [BN, BD]
-                v = tl.load(v_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+                ok = e0 + offset < end
+                page_next = page_of(table_row, n_next, e0 + BN + offset < end, PAGE)
+                n_later = tl.load(kept_line + e0 + 2 * BN + offset, mask=e0 + 2 * BN + offset < end, other=0)
+                k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
+                v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
                 m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
+                n, n_next, page = n_next, n_later, page_next
         else:
-            for n0 in tl.range(first + start, first + end, BN, num_stages=STAGES):
-                n = n0 + tl.arange(0, BN)
-                ok = n < first + end
-                at = base + token_offsets(table_row, n, ok, PAGE, pool_page, pool_token)
-                k = tl.load(k_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [BN, BD]
-                v = tl.load(v_pool + at[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+            start += first
+            end += first
+            page = page_of(table_row, start + offset, start + offset < end, PAGE)
+            for n0 in tl.range(start, end, BN, num_stages=STAGES):
+                n = n0 + offset
+                ok = n < end
+                page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
+                k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
+                v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
                 seen = ok[None, :] & (n[None, :] < length_m[:, None])
                 if HAS_WINDOW:
                     seen = seen & (n[None, :] >= first_m[:, None])
-                if MODE == MODE_CAPTURE:
-                    tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
-                if MODE == MODE_MIXED:
+                if CAPTURES:
                     if mode == 2:
-                        tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
+                        store_scores(scores, at_m, scores_s, n, s, seen, live, BM, M_LIVE)
                 m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
-        part = at_m * MAX_UNITS + unit
-        tl.store(part_m + part, m, mask=live)
-        tl.store(part_l + part, l, mask=live)
-        tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None] & (d[None, :] < BD))
-        tl.debug_barrier()
-        ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
-        if ticket == units - 1:
+                page = page_next
+        if units == 1:
+            result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
+            if kept:
+                emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+                     True, False, HEADS, D)  # fmt: skip
+            elif mode == 2:
+                emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+                     False, CAPTURES, HEADS, D)  # fmt: skip
+            else:
+                emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+                     False, False, HEADS, D)  # fmt: skip
+        else:
+            part = at_m * SLOTS + unit
+            tl.store(part_m + part, m, mask=live)
+            tl.store(part_l + part, l, mask=live)
+            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
             tl.debug_barrier()
-            tl.store(arrived + row0 * HEADS + head0, 0)
-            for i in range(M_LIVE):
-                row = row0 + i // G
-                head = head0 + i % G
-                total_acc, total_m, total_l = merge_units(
-                    part_acc, part_m, part_l, row * HEADS + head, units, d, MAX_UNITS, BD
-                )
-                result = tl.where(total_l > 0, total_acc / total_l, 0.0)  # [BD]
-                where_out = out + (row * HEADS + head) * D + d
-                if kept:
-                    weight = tl.load(mass + entry)
-                    before = tl.load(o_ref + entry * D + d, mask=d_ok, other=0.0).to(tl.float32)
-                    centre = tl.load(c_ref + entry * D + d, mask=d_ok, other=0.0)
-                    tl.store(where_out, before + weight * (result - centre), mask=d_ok)
-                else:
-                    tl.store(where_out, result, mask=d_ok)
-                    if MODE == MODE_CAPTURE or (MODE == MODE_MIXED and mode == 2):
-                        own_slot = tl.load(row_slot + row).to(tl.int64)
-                        line = (own_slot * sites + site) * HEADS + head
-                        tl.store(o_ref + line * D + d, result, mask=d_ok)
-                        tl.store(stats + (row * HEADS + head) * 2, total_m)
-                        tl.store(stats + (row * HEADS + head) * 2 + 1, total_l)
+            ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
+            if ticket == units - 1:
+                tl.store(arrived + row0 * HEADS + head0, 0)
+                tl.debug_barrier()
+                one = tl.arange(0, 1)
+                for i in range(M_LIVE):
+                    row = row0 + i // G if M_LIVE > 1 else row0
+                    head = head0 + i % G if M_LIVE > 1 else head0
+                    total_acc, total_m, total_l = merge_units(
+                        part_acc, part_m, part_l, row * HEADS + head, units, d, SLOTS, BD
+                    )
+                    result = tl.where(total_l > 0, total_acc / total_l, 0.0)[None, :]  # [1, BD]
+                    if kept:
+                        emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,
+                             row_slot, mass, o_ref, c_ref, stats, site, sites, True, False, HEADS, D)  # fmt: skip
+                    elif mode == 2:
+                        emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,
+                             row_slot, mass, o_ref, c_ref, stats, site, sites, False, CAPTURES, HEADS, D)  # fmt: skip
+                    else:
+                        emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,
+                             row_slot, mass, o_ref, c_ref, stats, site, sites, False, False, HEADS, D)  # fmt: skip

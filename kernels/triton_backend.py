@@ -112,7 +112,8 @@ def _attend(
     if a.rows % group:
         raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
     tiles = tiles_for(a)
-    scratch = Scratch(a, tiles, keeps_scores=mode == MODE_CAPTURE.value or captures)
+    captures = captures or mode == MODE_CAPTURE.value
+    scratch = Scratch(a, tiles, keeps_scores=captures)
     fuse = a.query_rows == 1
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if not fuse:
@@ -131,12 +132,12 @@ def _attend(
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
-        MODE=mode, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
+        MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BD=scratch.width,
         STAGES=tiles.stages, PRECISION=_precision(a.q),
-        MIN_UNIT=tiles.min_unit, MAX_UNITS=scratch.units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
-        num_warps=tiles.warps,
+        MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
+        SLOTS=scratch.units, num_warps=tiles.warps,
     )  # fmt: skip
     return scratch
 
@@ -159,24 +160,37 @@ def _keep(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
     """The retained sets, masses and C_ref of the rows that captured."""
-    tiles = scratch.tiles
-    mode = row_mode if row_mode is not None else a.row_length
+    _reduce(a, store, scratch, _select(a, store, retention, scratch, row_mode), row_mode)
+
+
+def _select(
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
+) -> Tensor:
+    """Fill index and count of the store; the retained weights float32 [T * H, capacity]."""
     weights = torch.empty(a.rows * a.heads, store.capacity, dtype=torch.float32, device=a.q.device)
     width = min(_REGISTER_SCORES, next_power_of_2(max(128, scratch.keys)))
     select_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, weights, a.row_length, mode, store.row_slot, store.index, store.count,
+        scratch.scores, scratch.stats, weights, a.row_length,
+        row_mode if row_mode is not None else a.row_length, store.row_slot, store.index, store.count,
         scratch.scores.stride(0), store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,
-        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 4096),
-        IN_REGISTERS=scratch.keys <= width, num_warps=min(32, max(1, width // 1024)),
+        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 8192),
+        IN_REGISTERS=scratch.keys <= width, num_warps=min(32, max(4, width // 1024)),
     )  # fmt: skip
+    return weights
+
+
+def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_mode: Tensor | None) -> None:
+    """Fill mass and C_ref of the store."""
+    tiles = scratch.tiles
     units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
     reference_kernel[(units, a.heads, a.rows)](
-        weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop, mode, store.row_slot,
+        weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
+        row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
         *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
         store.site, store.count.shape[1], store.capacity,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         BN=tiles.block, BD=scratch.width, STAGES=tiles.stages, PRECISION=_precision(a.q),
-        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, MAX_UNITS=scratch.units, num_warps=tiles.warps,
+        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, num_warps=tiles.warps,
     )  # fmt: skip

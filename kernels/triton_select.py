@@ -1,6 +1,6 @@
 """What capture adds to the dense kernel: the retained set, its mass, and C_ref.
 
-`select_kernel` finds, for one (row, head), the count-th highest score by bisection over the bits of the scores as
+`select_kernel` finds, for one (row, head), the count-th highest score by narrowing a bracket of
 sortable integers (their order is that of the floats), then writes the retained positions in ascending order together
 with their weights exp(s - max). Ties go to the lowest positions. `reference_kernel` gathers the retained values and
 reduces weights and weighted values to mass and C_ref, with units and merging as in `triton_attention`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import LOG2E, product, token_offsets, unit_size
+from .triton_attention import LOG2E, load_keys, page_of, product, unit_size
 
 
 @triton.jit
@@ -21,6 +21,12 @@ def sortable(s):
     """float32 -> int32 whose signed order is the order of the floats; -0.0 and 0.0 become one."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def unsortable(key):
+    """The inverse of `sortable`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -38,6 +44,51 @@ def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, N
 
 
 @triton.jit
+def bounds(scores_row, length, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
+    """The lowest and highest key of a row."""
+    n = tl.arange(0, NB)
+    low = tl.min(tl.where(n < length, key, 2147483647), 0)
+    high = tl.max(key, 0)
+    if not IN_REGISTERS:
+        for n0 in range(NB, length, NB):
+            other = sortable(tl.load(scores_row + n0 + n, mask=n0 + n < length, other=float("-inf")))
+            low = tl.minimum(low, tl.min(tl.where(n0 + n < length, other, 2147483647), 0))
+            high = tl.maximum(high, tl.max(tl.where(n0 + n < length, other, -2147483648), 0))
+    return low, high
+
+
+@triton.jit
+def find_threshold(scores_row, length, keep, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
+    """(threshold, reached): the highest threshold that at least `keep` scores reach, and how many do.
+
+    A bracket [low, high) with count(low) >= keep > count(high) shrinks by turns of interpolation between the two
+    counts, which ends soon on smooth scores, and of halving the integers in between, which always ends. It stops early
+    where exactly `keep` scores reach.
+    """
+    low, top = bounds(scores_row, length, key, IN_REGISTERS, NB)
+    high = top + 1
+    reached = length
+    above = tl.full((), 0, tl.int32)  # count(high)
+    turn = tl.full((), 0, tl.int32)
+    while (reached != keep) & (low + 1 < high):
+        middle = (low & high) + ((low ^ high) >> 1)
+        if turn % 3 != 2:
+            share = (reached - keep).to(tl.float32) / (reached - above).to(tl.float32)
+            left = unsortable(low)
+            guess = sortable(left + share * (unsortable(high - 1) - left))
+            middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
+        if found >= keep:
+            low = middle
+            reached = found
+        else:
+            high = middle
+            above = found
+        turn += 1
+    return low, reached
+
+
+@triton.jit
 def select_kernel(
     scores, stats, weights, row_length, row_mode, row_slot, index, count,
     scores_s, site, sites, capacity, numerator, denominator,
@@ -46,46 +97,36 @@ def select_kernel(
     """Grid (heads, rows). scores [T * H, scores_s] -> index, count of the store and weights [T * H, capacity]."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(row_length + row)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    at = row * HEADS + head
+    maximum = tl.load(stats + at * 2)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     if wanted & (length > 0):
-        at = row * HEADS + head
         scores_row = scores + at * scores_s
-        slot = tl.load(row_slot + row).to(tl.int64)
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         n = tl.arange(0, NB)
         key = sortable(tl.load(scores_row + n, mask=n < length, other=float("-inf")))
         key = tl.where(n < length, key, -2147483648)
-        # The highest threshold that at least `keep` scores reach, built from the sign down.
-        threshold = tl.full((), -2147483648, tl.int32)
-        reached = length
-        positive = count_from(scores_row, length, key, 0, IN_REGISTERS, NB)
-        if positive >= keep:
-            threshold = tl.full((), 0, tl.int32)
-            reached = positive
-        bit = 30
-        while (bit >= 0) & (reached != keep):
-            candidate = threshold + (1 << bit)
-            found = count_from(scores_row, length, key, candidate, IN_REGISTERS, NB)
-            if found >= keep:
-                threshold = candidate
-                reached = found
-            bit -= 1
+        threshold, reached = find_threshold(scores_row, length, keep, key, IN_REGISTERS, NB)
         # Of the scores equal to the threshold, the last reached - keep by position are too many.
-        maximum = tl.load(stats + at * 2)
-        kept_line = index + ((slot * sites + site) * HEADS + head) * capacity
         surplus = reached - keep
         equal = tl.full((), 0, tl.int32)
         if surplus > 0:
-            above = count_from(scores_row, length, key, threshold + 1, IN_REGISTERS, NB)
-            equal = keep - above  # how many of the equal ones are kept
+            equal = keep - count_from(scores_row, length, key, threshold + 1, IN_REGISTERS, NB)
+        kept_line = index + ((slot * sites + site) * HEADS + head) * capacity
         written = tl.full((), 0, tl.int32)
         for n0 in range(0, length, NC):
             nc = n0 + tl.arange(0, NC)
-            s = tl.load(scores_row + nc, mask=nc < length, other=float("-inf"))
-            own = sortable(s)
-            chosen = (own >= threshold) & (nc < length)
+            inside = nc < length
+            if IN_REGISTERS and NC == NB:
+                own = key
+                s = unsortable(key)
+            else:
+                s = tl.load(scores_row + nc, mask=inside, other=float("-inf"))
+                own = sortable(s)
+            chosen = (own >= threshold) & inside
             if surplus > 0:
-                same = (own == threshold) & (nc < length)
+                same = (own == threshold) & inside
                 rank = tl.cumsum(same.to(tl.int32), 0)
                 chosen = chosen & ((own > threshold) | (rank <= equal))
                 equal -= tl.sum(same.to(tl.int32), 0)
@@ -105,7 +146,7 @@ def reference_kernel(
     pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (units, heads, rows). weights [T * H, capacity], retained values -> mass and c_ref of the store.
 
@@ -131,30 +172,35 @@ def reference_kernel(
         l = tl.zeros([BN], tl.float32)
         start = unit * keys
         end = tl.minimum(start + keys, total)
+        kept_line = index + entry * capacity
+        offset = tl.arange(0, BN)
+        n = tl.load(kept_line + start + offset, mask=start + offset < end, other=0)
+        n_next = tl.load(kept_line + start + BN + offset, mask=start + BN + offset < end, other=0)
+        page = page_of(table_row, n, start + offset < end, PAGE)
         for e0 in tl.range(start, end, BN, num_stages=STAGES):
-            e = e0 + tl.arange(0, BN)
-            ok = e < end
-            n = tl.load(index + entry * capacity + e, mask=ok, other=0)
-            w = tl.load(weights + at * capacity + e, mask=ok, other=0.0)  # [BN]
-            offset = base + token_offsets(table_row, n, ok, PAGE, pool_page, pool_token)
-            v = tl.load(v_pool + offset[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+            ok = e0 + offset < end
+            page_next = page_of(table_row, n_next, e0 + BN + offset < end, PAGE)
+            n_later = tl.load(kept_line + e0 + 2 * BN + offset, mask=e0 + 2 * BN + offset < end, other=0)
+            w = tl.load(weights + at * capacity + e0 + offset, mask=ok, other=0.0)  # [BN]
+            v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
             high = w.to(v.dtype)
             low = (w - high.to(tl.float32)).to(v.dtype)
             both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
             acc += product(both.to(v.dtype), v, PRECISION)
             l += w
-        part = at * MAX_UNITS + unit
+            n, n_next, page = n_next, n_later, page_next
+        part = at * SLOTS + unit
         tl.store(part_acc + part * BD + d, tl.sum(acc, 0))
         tl.store(part_l + part, tl.sum(l, 0))
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
         if ticket == units - 1:
-            tl.debug_barrier()
             tl.store(arrived + at, 0)
-            u = tl.arange(0, MAX_UNITS)
+            tl.debug_barrier()
+            u = tl.arange(0, SLOTS)
             live = u < units
-            lines = (at * MAX_UNITS + u)[:, None] * BD + d[None, :]
+            lines = (at * SLOTS + u)[:, None] * BD + d[None, :]
             sums = tl.sum(tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0)
-            weight = tl.sum(tl.load(part_l + at * MAX_UNITS + u, mask=live, other=0.0, cache_modifier=".cg"), 0)
+            weight = tl.sum(tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0)
             tl.store(c_ref + entry * D + d, sums / weight, mask=d_ok)
             tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
