@@ -64,7 +64,9 @@ class Bench:
         self.k_pool = torch.empty(shape, **options).normal_()
         self.v_pool = torch.empty(shape, **options).normal_()
         order = torch.randperm(total - 1, device="cuda").to(torch.int32) + 1
-        self.table = torch.cat([torch.zeros(1, pages, dtype=torch.int32, device="cuda"), order.view(p.rows, pages)])
+        self.table = torch.cat(
+            [torch.zeros(1, pages, dtype=torch.int32, device="cuda"), order.view(p.rows, pages)]
+        )
         self.q = torch.randn(self.planes, p.rows, p.heads, p.head_dim, **options)
         self.fresh = torch.randn(2, p.rows, p.kv_heads, p.head_dim, **options)
         self.row_seq = torch.arange(1, p.rows + 1, dtype=torch.int32, device="cuda")
@@ -150,7 +152,8 @@ class Bench:
                 torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
         return [
-            lambda q=self.q[plane][:, :, None], kv=kv: call(q, *kv) for plane, kv in enumerate(self.contiguous)
+            lambda q=self.q[plane][:, :, None], kv=kv: call(q, *kv)
+            for plane, kv in enumerate(self.contiguous)
         ]
 
     def check(self) -> None:
@@ -238,20 +241,26 @@ def tune(points: list[Point]) -> None:
     sweeps = {
         "dense": [
             Tiles(block=block, stages=stages, min_unit=least, max_units=units)
-            for block, stages, (least, units) in itertools.product(
-                (64, 128), (2, 3, 4), ((128, 16), (256, 16), (512, 16), (256, 32))
+            for (block, stages), (least, units) in itertools.product(
+                ((64, 2), (64, 3), (64, 4), (32, 3), (32, 4)), ((256, 16), (512, 16), (512, 32))
             )
-            if block * stages <= 256
         ],
         "consume": [
-            Tiles(block=block, stages=stages, min_kept=least, max_kept=units)
-            for block, stages, (least, units) in itertools.product((32, 64, 128), (2, 3, 4), ((64, 16), (128, 8), (256, 16)))
-            if block * stages <= 256 and block <= least
+            Tiles(kept_block=block, kept_stages=stages, min_kept=least, max_kept=units)
+            for (block, stages), (least, units) in itertools.product(
+                ((32, 2), (64, 1), (64, 2), (64, 5), (128, 1), (128, 2)),
+                ((128, 16), (256, 16), (512, 16), (1024, 8)),
+            )
         ],
-        "attend": [Tiles(block=128, stages=2, max_units=16), Tiles(block=64, stages=4, max_units=16)],
+        "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
         "select": [Tiles()],
-        "reference": [Tiles(block=64, stages=3), Tiles(block=128, stages=2), Tiles(block=32, stages=4), Tiles(block=64, stages=2, min_kept=64)],
-    }  # fmt: skip
+        "reference": [
+            Tiles(kept_block=block, kept_stages=stages, min_kept=least)
+            for (block, stages), least in itertools.product(
+                ((64, 1), (64, 2), (128, 1), (128, 2)), (128, 256, 512)
+            )
+        ],
+    }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])
     for op, candidates in sweeps.items():
         print(f"--- {op}", flush=True)
@@ -273,7 +282,9 @@ def parse_points(text: str, shape: str) -> list[Point]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", default=",".join(f"{r}x{c}" for r in ROWS for c in CONTEXTS))
     parser.add_argument("--shape", choices=SHAPES, default="mha")
     parser.add_argument("--retention", default="0.1")

@@ -25,7 +25,14 @@ def conditions() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks." + sys.argv[0].rsplit("/", 1)[-1].removesuffix(".py"), *sys.argv[1:]]),
+        "command": " ".join(
+            [
+                "python",
+                "-m",
+                "benchmarks." + sys.argv[0].rsplit("/", 1)[-1].removesuffix(".py"),
+                *sys.argv[1:],
+            ]
+        ),
     }
 
 

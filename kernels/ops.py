@@ -52,8 +52,7 @@ SCHEMAS = {
         f"{_HOW}) -> Tensor"
     ),
     "consume": (
-        f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) "
-        "-> Tensor"
+        f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) -> Tensor"
     ),
     "mixed": (
         f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, *, {_PLANE}, "

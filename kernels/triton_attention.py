@@ -108,13 +108,13 @@ def write_kernel(
 
 
 @triton.jit
-def store_scores(scores, at_m, scores_s, n, s, seen, live, BM: tl.constexpr, M_LIVE: tl.constexpr):
+def store_scores(scores, at_m, scores_s, n, s, ok, seen, live, BM: tl.constexpr, M_LIVE: tl.constexpr):
     """Keep s [BM, BN] for the selection. A single row is picked out first: a store of the padded tile moves it all."""
     if M_LIVE == 1:
-        row = tl.sum(tl.where(tl.arange(0, BM)[:, None] == 0, s, 0.0), 0)  # [BN]
-        visible = tl.max(tl.where(tl.arange(0, BM)[:, None] == 0, seen.to(tl.int32), 0), 0) > 0
-        at = tl.max(tl.where(tl.arange(0, BM) == 0, at_m, 0), 0)
-        tl.store(scores + at * scores_s + n, row, mask=visible)
+        first = tl.arange(0, BM) == 0
+        row = tl.sum(tl.where(first[:, None], s, 0.0), 0)  # [BN]
+        at = tl.max(tl.where(first, at_m, 0), 0)
+        tl.store(scores + at * scores_s + n, row, mask=ok)
     else:
         tl.store(scores + at_m[:, None] * scores_s + n[None, :], s, mask=live[:, None] & seen)
 
@@ -155,8 +155,8 @@ def attention_kernel(
     plane, plane_stride, scale, cap, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
+    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
     MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
@@ -191,7 +191,9 @@ def attention_kernel(
     at_m = rows * HEADS + heads  # [BM]
     length_m = tl.load(row_length + rows, mask=live, other=0)
     q_tile = tl.load(  # [BM, BD]
-        q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0
+        q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :],
+        mask=live[:, None] & d_ok[None, :],
+        other=0.0,
     )
     kept = mode == 3
     entry = (slot * sites + site) * HEADS + head0  # line of the store
@@ -215,7 +217,11 @@ def attention_kernel(
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
     if FUSE_WRITE and (unit == tl.maximum(units - 1, 0)) & (length > 0):
-        at = base + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page + (position % PAGE) * pool_token
+        at = (
+            base
+            + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
+            + (position % PAGE) * pool_token
+        )
         tl.store(k_pool + at + d, tl.load(k_new + row0 * k_t + kv * k_h + d, mask=d_ok), mask=d_ok)
         tl.store(v_pool + at + d, tl.load(v_new + row0 * v_t + kv * v_h + d, mask=d_ok), mask=d_ok)
         tl.debug_barrier()
@@ -231,24 +237,20 @@ def attention_kernel(
         start = unit * keys
         end = tl.minimum(start + keys, total)
         offset = tl.arange(0, BN)
-        # Pages (and positions) of the next step are loaded one step ahead: the loads of keys never wait for them.
         if kept:
             kept_line = index + entry * capacity
-            n = tl.load(kept_line + start + offset, mask=start + offset < end, other=0)
-            n_next = tl.load(kept_line + start + BN + offset, mask=start + BN + offset < end, other=0)
-            page = page_of(table_row, n, start + offset < end, PAGE)
-            for e0 in tl.range(start, end, BN, num_stages=STAGES):
-                ok = e0 + offset < end
-                page_next = page_of(table_row, n_next, e0 + BN + offset < end, PAGE)
-                n_later = tl.load(kept_line + e0 + 2 * BN + offset, mask=e0 + 2 * BN + offset < end, other=0)
+            for e0 in tl.range(start, end, BK, num_stages=KEPT_STAGES):
+                ok = e0 + tl.arange(0, BK) < end
+                n = tl.load(kept_line + e0 + tl.arange(0, BK), mask=ok, other=0)
+                page = page_of(table_row, n, ok, PAGE)
                 k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
                 v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
                 m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
-                n, n_next, page = n_next, n_later, page_next
         else:
+            # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
             start += first
             end += first
             page = page_of(table_row, start + offset, start + offset < end, PAGE)
@@ -266,7 +268,7 @@ def attention_kernel(
                     seen = seen & (n[None, :] >= first_m[:, None])
                 if CAPTURES:
                     if mode == 2:
-                        store_scores(scores, at_m, scores_s, n, s, seen, live, BM, M_LIVE)
+                        store_scores(scores, at_m, scores_s, n, s, ok, seen, live, BM, M_LIVE)
                 m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
                 page = page_next
         if units == 1:

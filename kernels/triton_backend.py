@@ -18,7 +18,14 @@ from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
 from .retention import Retention
-from .triton_attention import MODE_CAPTURE, MODE_CONSUME, MODE_DENSE, MODE_MIXED, attention_kernel, write_kernel
+from .triton_attention import (
+    MODE_CAPTURE,
+    MODE_CONSUME,
+    MODE_DENSE,
+    MODE_MIXED,
+    attention_kernel,
+    write_kernel,
+)
 from .triton_select import reference_kernel, select_kernel
 from .triton_tuning import Tiles, tiles_for
 
@@ -95,6 +102,11 @@ def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
+def _occupancy(q: Tensor, captures: bool) -> dict[str, int]:
+    """A limit on registers, so that a kernel that also stores scores keeps as many programs on a multiprocessor."""
+    return {"maxnreg": 128} if captures and q.is_cuda and q.element_size() == 2 else {}
+
+
 def _attend(
     attention: Attention,
     out: Tensor,
@@ -108,7 +120,9 @@ def _attend(
     per_head = mode in (MODE_CONSUME.value, MODE_MIXED.value)
     group = max(1, a.query_rows)
     if per_head and group > 1:
-        raise ValueError(f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1")
+        raise ValueError(
+            f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
+        )
     if a.rows % group:
         raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
     tiles = tiles_for(a)
@@ -134,10 +148,10 @@ def _attend(
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
-        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BD=scratch.width,
-        STAGES=tiles.stages, PRECISION=_precision(a.q),
+        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block, BD=scratch.width,
+        STAGES=tiles.stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
-        SLOTS=scratch.units, num_warps=tiles.warps,
+        SLOTS=scratch.units, num_warps=tiles.warps, **_occupancy(a.q, captures),
     )  # fmt: skip
     return scratch
 
@@ -169,13 +183,14 @@ def _select(
     """Fill index and count of the store; the retained weights float32 [T * H, capacity]."""
     weights = torch.empty(a.rows * a.heads, store.capacity, dtype=torch.float32, device=a.q.device)
     width = min(_REGISTER_SCORES, next_power_of_2(max(128, scratch.keys)))
+    warps = min(32, max(4, width // 512))
     select_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, weights, a.row_length,
         row_mode if row_mode is not None else a.row_length, store.row_slot, store.index, store.count,
         scratch.scores.stride(0), store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,
-        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 8192),
-        IN_REGISTERS=scratch.keys <= width, num_warps=min(32, max(4, width // 1024)),
+        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 128 * warps),
+        IN_REGISTERS=scratch.keys <= width, num_warps=warps,
     )  # fmt: skip
     return weights
 
@@ -191,6 +206,6 @@ def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_m
         *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
         store.site, store.count.shape[1], store.capacity,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        BN=tiles.block, BD=scratch.width, STAGES=tiles.stages, PRECISION=_precision(a.q),
+        BN=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, num_warps=tiles.warps,
     )  # fmt: skip

@@ -61,29 +61,37 @@ def bounds(scores_row, length, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr
 def find_threshold(scores_row, length, keep, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
     """(threshold, reached): the highest threshold that at least `keep` scores reach, and how many do.
 
-    A bracket [low, high) with count(low) >= keep > count(high) shrinks by turns of interpolation between the two
-    counts, which ends soon on smooth scores, and of halving the integers in between, which always ends. It stops early
-    where exactly `keep` scores reach.
+    A bracket [low, high) with count(low) >= keep > count(high) shrinks by interpolation between the logarithms of the
+    two counts; the end that stays twice in a row loses half its weight (the Illinois rule), and every eighth turn halves
+    the integers in between, so that it always ends. It stops early where exactly `keep` scores reach.
     """
     low, top = bounds(scores_row, length, key, IN_REGISTERS, NB)
     high = top + 1
     reached = length
-    above = tl.full((), 0, tl.int32)  # count(high)
+    target = tl.log2(keep.to(tl.float32))
+    over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
+    under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
+    side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
     while (reached != keep) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)
-        if turn % 3 != 2:
-            share = (reached - keep).to(tl.float32) / (reached - above).to(tl.float32)
+        if turn % 8 != 7:
             left = unsortable(low)
-            guess = sortable(left + share * (unsortable(high - 1) - left))
+            guess = sortable(left + over / (over - under) * (unsortable(high - 1) - left))
             middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
         found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
+        value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
         if found >= keep:
             low = middle
             reached = found
+            over = tl.maximum(value, 1e-3)
+            under = tl.where(side == 1, under * 0.5, under)
+            side = tl.full((), 1, tl.int32)
         else:
             high = middle
-            above = found
+            under = value
+            over = tl.where(side == -1, over * 0.5, over)
+            side = tl.full((), -1, tl.int32)
         turn += 1
     return low, reached
 
@@ -167,7 +175,9 @@ def reference_kernel(
         d_ok = d < D
         mi = tl.arange(0, 16)
         table_row = table + tl.load(row_seq + row).to(tl.int64) * table_s
-        base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + (head // G) * pool_head
+        base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + (
+            head // G
+        ) * pool_head
         acc = tl.zeros([16, BD], tl.float32)
         l = tl.zeros([BN], tl.float32)
         start = unit * keys

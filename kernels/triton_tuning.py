@@ -13,21 +13,25 @@ from .arguments import Attention
 
 @dataclass(frozen=True)
 class Tiles:
-    """block: keys per step of the inner loop. A dense unit has at least `min_unit` keys and a row at most `max_units`
-    units; `min_kept` and `max_kept` say the same of retained keys. warps, stages: Triton's num_warps and the depth of
-    the load pipeline.
+    """block, stages: keys per step of the inner loop and depth of its load pipeline, for all keys; kept_block and
+    kept_stages for retained ones. A dense unit has at least `min_unit` keys and a row at most `max_units` units;
+    `min_kept` and `max_kept` say the same of retained keys. warps: Triton's num_warps.
+
+    The numbers of stages change no bits; everything else does.
     """
 
     block: int = 64
-    warps: int = 4
-    stages: int = 3
-    min_unit: int = 128
-    max_units: int = 32
+    stages: int = 2
+    kept_block: int = 64
+    kept_stages: int = 2
+    min_unit: int = 512
+    max_units: int = 16
     min_kept: int = 128
     max_kept: int = 16
+    warps: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("block", "warps", "min_unit", "max_units", "min_kept", "max_kept"):
+        for name in ("block", "kept_block", "warps", "min_unit", "max_units", "min_kept", "max_kept"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
@@ -37,7 +41,7 @@ def tiles_for(attention: Attention) -> Tiles:
     """The tiles of one call."""
     bytes_per_key = attention.head_dim * attention.q.element_size()
     if bytes_per_key > 512:
-        return Tiles(block=16, stages=2)
+        return Tiles(block=16, kept_block=16)
     if bytes_per_key > 256:
-        return Tiles(block=32)
+        return Tiles(block=32, kept_block=32)
     return Tiles()

@@ -1,4 +1,7 @@
-"""Shared by all tests: one thread per process, no network, gpu tests skipped where there is no CUDA device."""
+"""Shared by all tests: one thread per process, no network, gpu tests skipped where there is no CUDA device.
+
+Where there is none, Triton kernels run in Triton's interpreter; the switch must be set before triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,241 @@
+"""The Triton kernels against the reference: on CUDA as compiled, on the CPU in Triton's interpreter.
+
+The interpreter is slow, so there the shapes are small and so are the units, which makes rows of a few dozen keys cross
+units, merges and partial blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import DEVICES, SITE, Case, Shape, bits, build, call, live_rows, next_loop
+from kernel_oracle import naive_consume, naive_dense
+
+pytest.importorskip("triton")
+from sparse_compile.kernels import dispatch
+from sparse_compile.kernels.triton_tuning import Tiles
+
+SMALL = Tiles(block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# Largest difference allowed beyond the error of eager code in the same dtype, both against float64. Outputs stay below
+# 8 in size. float32: a few ulps of sums in another order. Half precision: probabilities are rounded to the values'
+# dtype before they meet the values, as eager code rounds them, but relative to the running maximum of a block.
+MARGIN = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton was imported without TRITON_INTERPRET=1")
+    from sparse_compile.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "tiles_for", lambda attention: SMALL)
+
+
+def assert_as_good_as_eager(got: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> None:
+    mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
+    assert mine <= theirs + MARGIN[got.dtype], f"error {mine:.3g}, eager {theirs:.3g}"
+
+
+def run(case: Case, op: str) -> tuple[torch.Tensor, Case]:
+    mine = case.copy()
+    return call(mine, op, "triton"), mine
+
+
+def assert_agrees(case: Case) -> None:
+    """Dense, capture and consume of one case: outputs, store, and bits between dense and capture."""
+    exact = case.to(torch.float64)
+    dense, _ = run(case, "dense")
+    captured, after = run(case, "capture")
+    assert torch.equal(dense, captured)
+    assert_as_good_as_eager(dense, naive_dense(case), call(exact.copy(), "dense", "reference"))
+    theirs = case.copy()
+    call(theirs, "capture", "batched")
+    for row in live_rows(case):
+        slot = int(case.store["row_slot"][row])
+        count = int(theirs.store["count"][slot, SITE])
+        assert int(after.store["count"][slot, SITE]) == count
+        assert torch.equal(
+            after.store["index"][slot, SITE, :, :count], theirs.store["index"][slot, SITE, :, :count]
+        )
+        for name in ("mass", "c_ref"):
+            torch.testing.assert_close(
+                after.store[name][slot, SITE], theirs.store[name][slot, SITE], rtol=2e-5, atol=2e-5
+            )
+        assert torch.equal(after.store["o_ref"][slot, SITE], captured[row])
+    later = next_loop(after)
+    consumed, _ = run(later, "consume")
+    assert_as_good_as_eager(
+        consumed, naive_consume(later), call(later.to(torch.float64), "consume", "reference")
+    )
+
+
+SHAPES = {
+    "ragged": Shape(((1, 1), (13, 1), (30, 1), (70, 1)), heads=(4, 4), padding=1),
+    "grouped": Shape(((1, 1), (33, 1), (65, 1)), heads=(6, 2), head_dim=12, page_size=3),
+    "chunk": Shape(((5, 3), (40, 4)), heads=(2, 1), head_dim=16),
+    "softcap": Shape(((33, 1), (40, 1)), heads=(4, 2), softcap=5.0),
+    "ties": Shape(((33, 1), (64, 1)), heads=(2, 2), integers=True),
+    "retain few": Shape(((33, 1), (100, 1)), heads=(2, 2), retention="0.01"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_the_reference(device: str, dtype: torch.dtype, shape: Shape) -> None:
+    assert_agrees(build(replace(shape, device=device, dtype=dtype)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", [(3, 1), (5, 1), (7, 1), (8, 1), (16, 2), (1, 1)])
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 128, 256])
+def test_every_head_ratio_and_dimension(device: str, heads: tuple[int, int], head_dim: int) -> None:
+    if device == "cpu" and (heads not in ((3, 1), (1, 1)) or head_dim not in (72, 128)):
+        pytest.skip("one corner of the grid is enough for the interpreter; the GPU runs all of it")
+    assert_agrees(
+        build(Shape(((37, 1),), heads=heads, head_dim=head_dim, dtype=torch.float32, device=device))
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [*range(1, 9), 16, 17, 32, 33])
+def test_lengths_around_blocks_and_retention(device: str, length: int) -> None:
+    shape = Shape(((length, 1),), heads=(2, 2), retention="0.5", dtype=torch.float32, device=device)
+    assert_agrees(build(shape))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 100])
+def test_sliding_window(device: str, window: int) -> None:
+    case = build(
+        Shape(((3, 1), (30, 1), (70, 1)), heads=(4, 2), window=window, dtype=torch.float32, device=device)
+    )
+    got, _ = run(case, "dense")
+    assert_as_good_as_eager(got, naive_dense(case), call(case.to(torch.float64), "dense", "reference"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
+    shape = Shape(((70, 1), (3, 1), (41, 1), (16, 1)), heads=(4, 2), dtype=torch.bfloat16, device=device)
+    case = build(shape)
+    together, after = run(case, "capture")
+    later = next_loop(after)
+    consumed, _ = run(later, "consume")
+    for row in live_rows(case):
+        assert torch.equal(run(case.select([row]), "capture")[0][0], together[row])
+        assert torch.equal(run(later.select([row]), "consume")[0][0], consumed[row]), "consume"
+    order = [2, 0, 3, 1]
+    permuted, _ = run(case.select(order), "capture")
+    assert torch.equal(permuted, together[order])
+    assert torch.equal(run(case, "capture")[0], together)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_touches_the_dummy_only(device: str) -> None:
+    case = build(Shape(((9, 1),), heads=(2, 2), padding=3, dtype=torch.float32, device=device))
+    before = {name: value.clone() for name, value in bits(case.store | case.pool).items()}
+    rows = [row for row in range(case.rows) if row not in live_rows(case)]
+    padding = case.select(rows)
+    out, after = run(padding, "capture")
+    assert torch.equal(out, torch.zeros_like(out))
+    for name, value in bits(after.store | after.pool).items():
+        if name == "row_slot":
+            continue
+        own = (slice(None), slice(1, None)) if name in after.pool else slice(1, None)
+        assert torch.equal(value[own], before[name][own]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_slot_gives_nan_not_numbers(device: str) -> None:
+    case = build(Shape(((20, 1),), heads=(2, 2), dtype=torch.float32, device=device))
+    case.store["count"].zero_()
+    from sparse_compile.kernels import triton_backend
+
+    attention = replace(case.attention, k=case.k, v=case.v, query_rows=1)
+    out = torch.zeros_like(case.q)
+    triton_backend.consume(attention, case.store_view, out)
+    assert bool(out.isnan().all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_writing_fused_equals_writing_first(device: str) -> None:
+    case = build(Shape(((33, 1), (70, 1)), heads=(4, 2), dtype=torch.float32, device=device))
+    results = []
+    for query_rows in (0, 1):
+        from sparse_compile.kernels import triton_backend
+
+        mine = case.copy()
+        out = torch.empty_like(mine.q)
+        triton_backend.dense(replace(mine.attention, k=mine.k, v=mine.v, query_rows=query_rows), out)
+        results.append((out, *mine.pool.values()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_one_sequence_share_a_tile(device: str) -> None:
+    case = build(Shape(((40, 4), (21, 4)), heads=(4, 2), dtype=torch.float32, device=device))
+    places = zip(case.plan["row_seq"].tolist(), case.plan["row_position"].tolist(), strict=True)
+    case = case.select([row for row, _ in sorted(enumerate(places), key=lambda item: item[1])])
+    from sparse_compile.kernels import triton_backend
+
+    mine = case.copy()
+    out = torch.empty_like(mine.q)
+    triton_backend.dense(replace(mine.attention, k=mine.k, v=mine.v, query_rows=4), out)
+    assert_as_good_as_eager(out, naive_dense(case), call(case.to(torch.float64), "dense", "reference"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("captures", [True, False])
+def test_mixed_rows(device: str, captures: bool) -> None:
+    shape = Shape(((33, 1), (40, 1), (70, 1), (9, 1)), heads=(4, 2), dtype=torch.float32, device=device)
+    case = build(shape)
+    _, captured = run(case, "capture")
+    later = next_loop(captured)
+    modes = [1, 2 if captures else 1, 3, 0]
+    later = replace(later, row_mode=torch.tensor(modes, dtype=torch.int32, device=device))
+    got, after = run(later, "mixed")
+    singles = {1: run(later, "dense")[0], 2: run(later, "capture")[0], 3: run(later, "consume")[0]}
+    for row, mode in enumerate(modes):
+        want = singles[mode][row] if mode else torch.zeros_like(got[row])
+        assert torch.equal(got[row], want), f"row {row}, mode {mode}"
+    if captures:
+        alone = run(later, "capture")[1]
+        slot = int(later.store["row_slot"][1])
+        for name in ("index", "count", "mass", "o_ref", "c_ref"):
+            assert torch.equal(after.store[name][slot, SITE], alone.store[name][slot, SITE]), name
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_other_lengths_counts_and_modes() -> None:
+    """One captured graph serves every length and mode that fits its block table."""
+    shape = Shape(((90, 1), (70, 1), (40, 1)), heads=(4, 2), dtype=torch.bfloat16, device="cuda")
+    case = build(shape)
+    static = case.copy()
+    for _ in range(2):
+        call(static, "capture", "triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(static, "capture", "triton")
+    for lengths in ((90, 70, 40), (17, 33, 2), (1, 16, 40)):
+        static.plan["row_length"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        static.plan["row_position"].copy_(torch.tensor(lengths, dtype=torch.int32) - 1)
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = static.copy()
+        assert torch.equal(call(eager, "capture", "triton"), out)
+        assert torch.equal(eager.store["count"], static.store["count"])
+
+
+def test_auto_is_batched_on_the_cpu_and_obstacles_are_named() -> None:
+    case = build(Shape(((9, 1),), dtype=torch.float32))
+    assert torch.equal(call(case.copy(), "dense", "auto"), call(case.copy(), "dense", "batched"))
+    assert "float64" in dispatch.triton_obstacle("cpu", torch.float64, 64)
+    assert "head_dim 512" in dispatch.triton_obstacle("cpu", torch.float32, 512)
+    with pytest.raises(ValueError, match=r'cannot run here: .*use implementation="batched"'):
+        call(build(Shape(((9, 1),), dtype=torch.float64)), "dense", "triton")
