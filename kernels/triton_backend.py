@@ -64,35 +64,49 @@ def mixed(
         _keep(attention, store, retention, scratch, row_mode)
 
 
+_MERGED = 16  # partial results that one step of a merge adds up
+
+
 class Scratch:
     """Memory that the kernels of one op call hand to each other."""
 
     def __init__(self, attention: Attention, tiles: Tiles, keeps_scores: bool) -> None:
         lines, device = attention.rows * attention.heads, attention.q.device
-        units, width = max(tiles.max_units, tiles.max_kept), next_power_of_2(max(16, attention.head_dim))
-        self.tiles, self.units, self.width = tiles, units, width
-        self.part_acc = torch.empty(lines, units, width, dtype=torch.float32, device=device)
-        self.part_m = torch.empty(lines, units, dtype=torch.float32, device=device)
-        self.part_l = torch.empty(lines, units, dtype=torch.float32, device=device)
-        self.arrived = _arrivals(device, lines)
+        self.tiles, self.width = tiles, next_power_of_2(max(16, attention.head_dim))
         self.keys = attention.max_pages * attention.page_size
+        self.units = max(cdiv(self.keys, tiles.unit), cdiv(self.keys, tiles.kept_block))
+        self.part_acc = torch.empty(lines, self.units, self.width, dtype=torch.float32, device=device)
+        self.part_m = torch.empty(lines, self.units, dtype=torch.float32, device=device)
+        self.part_l = torch.empty(lines, self.units, dtype=torch.float32, device=device)
+        self.arrived = _arrivals(device, lines)
         keys, stats = (self.keys, lines) if keeps_scores else (1, 1)
         self.scores = torch.empty(stats, keys, dtype=torch.float32, device=device)
         self.stats = torch.empty(stats, 2, dtype=torch.float32, device=device)
 
 
-_arrival_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+def _parts(wanted: int, lines: int, units: int) -> int:
+    """Into how many parts each of `lines` tiles is dealt, so that about `wanted` programs run."""
+    return max(1, min(units, cdiv(wanted, lines)))
+
+
+_arrival_counters: dict[torch.device, list[Tensor]] = {}
 
 
 def _arrivals(device: torch.device, lines: int) -> Tensor:
     """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
 
-    One set per device and stream. Buffers that were outgrown stay alive, since a CUDA graph may hold their address.
+    One set per device, so calls on one device must follow each other, as they do on one stream. Buffers that were
+    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the zeros
+    would only be written when it is replayed.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    buffers = _arrival_counters.setdefault((device, stream), [])
+    buffers = _arrival_counters.setdefault(device, [])
     if not buffers or buffers[-1].shape[0] < lines:
-        buffers.append(torch.zeros(next_power_of_2(max(lines, 1024)), dtype=torch.int32, device=device))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"no arrival counters for {lines} rows x heads yet: run the op once with as many rows before it is "
+                "captured in a CUDA graph"
+            )
+        buffers.append(torch.zeros(next_power_of_2(max(lines, 8192)), dtype=torch.int32, device=device))
     return buffers[-1]
 
 
@@ -102,9 +116,9 @@ def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-def _occupancy(q: Tensor, captures: bool) -> dict[str, int]:
-    """A limit on registers, so that a kernel that also stores scores keeps as many programs on a multiprocessor."""
-    return {"maxnreg": 128} if captures and q.is_cuda and q.element_size() == 2 else {}
+def _occupancy(a: Attention, tiles: Tiles) -> dict[str, int]:
+    """A limit on registers where it lets one more program stay on a multiprocessor."""
+    return {"maxnreg": tiles.registers} if a.q.is_cuda and a.q.element_size() == 2 and tiles.registers else {}
 
 
 def _attend(
@@ -132,17 +146,19 @@ def _attend(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if not fuse:
         _write(a, k, v)
-    limit = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
-    if store is not None:
-        kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-        limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
+    tile_heads = a.heads if per_head else a.kv_heads
+    lines = tile_heads * (a.rows // group)
+    parts = _parts(tiles.programs, lines, cdiv(scratch.keys, tiles.unit))
+    if store is not None and per_head:
+        kept = _parts(tiles.kept_programs, lines, cdiv(min(store.capacity, scratch.keys), tiles.kept_block))
+        parts = kept if mode == MODE_CONSUME.value else max(parts, kept)
     s = store if store is not None else _no_store(a)
-    grid = (limit, a.heads if per_head else a.kv_heads, a.rows // group)
+    grid = (parts, tile_heads, a.rows // group)
     attention_kernel[grid](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
-        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
+        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived, scratch.units,
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
@@ -150,8 +166,7 @@ def _attend(
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block, BD=scratch.width,
         STAGES=tiles.stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
-        SLOTS=scratch.units, num_warps=tiles.warps, **_occupancy(a.q, captures),
+        UNIT_BLOCKS=tiles.unit_blocks, SLOTS=_MERGED, num_warps=tiles.warps, **_occupancy(a, tiles),
     )  # fmt: skip
     return scratch
 
@@ -198,14 +213,15 @@ def _select(
 def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_mode: Tensor | None) -> None:
     """Fill mass and C_ref of the store."""
     tiles = scratch.tiles
-    units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-    reference_kernel[(units, a.heads, a.rows)](
+    units = cdiv(min(store.capacity, scratch.keys), tiles.kept_block)
+    parts = _parts(tiles.kept_programs, a.rows * a.heads, units)
+    reference_kernel[(parts, a.heads, a.rows)](
         weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
-        *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
+        scratch.units, *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
         store.site, store.count.shape[1], store.capacity,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        BN=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, num_warps=tiles.warps,
+        BK=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
+        SLOTS=_MERGED, num_warps=tiles.warps,
     )  # fmt: skip

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from sparse_compile.kernels import dispatch
 from sparse_compile.kernels.triton_tuning import Tiles
 
-SMALL = Tiles(block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2)
+SMALL = Tiles(block=16, unit_blocks=2, kept_block=16, programs=9, kept_programs=5)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # Largest difference allowed beyond the error of eager code in the same dtype, both against float64. Outputs stay below
@@ -222,9 +222,11 @@ def test_graph_replay_with_other_lengths_counts_and_modes() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(static, "capture", "triton")
-    for lengths in ((90, 70, 40), (17, 33, 2), (1, 16, 40)):
-        static.plan["row_length"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        static.plan["row_position"].copy_(torch.tensor(lengths, dtype=torch.int32) - 1)
+    longest = case.plan["row_length"].clone()
+    for lengths in ((90, 70, 90), (17, 33, 2), (1, 16, 40)):
+        chosen = torch.minimum(torch.tensor(lengths, dtype=torch.int32, device="cuda"), longest)
+        static.plan["row_length"].copy_(chosen)
+        static.plan["row_position"].copy_(chosen - 1)
         graph.replay()
         torch.cuda.synchronize()
         eager = static.copy()
