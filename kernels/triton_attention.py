@@ -183,7 +183,13 @@ def attention_kernel(
     loop = tl.load(row_loop + row0)
     position = tl.load(row_position + row0)
     slot = tl.load(row_slot + row0).to(tl.int64) if MODE != MODE_DENSE else row0
-    mode = tl.load(row_mode + row0) if MODE == MODE_MIXED else MODE + 1
+    if MODE == MODE_MIXED:
+        mode = tl.load(row_mode + row0)
+        kept = mode == 3
+        captured = mode == 2
+    else:  # known when the kernel is built: only one of the two loops is in it
+        kept: tl.constexpr = MODE == MODE_CONSUME
+        captured: tl.constexpr = MODE == MODE_CAPTURE
     if PER_HEAD:
         head0 = tl.program_id(1)
         kv = head0 // G
@@ -204,10 +210,9 @@ def attention_kernel(
         mask=live[:, None] & d_ok[None, :],
         other=0.0,
     )
-    kept = mode == 3
     entry = (slot * sites + site) * HEADS + head0  # line of the store
-    stored = tl.load(count + slot * sites + site) if PER_HEAD else 0
-    length_m = tl.where(mode == 0, 0, length_m)
+    if MODE == MODE_MIXED:
+        length_m = tl.where(mode == 0, 0, length_m)
     length = tl.max(length_m, 0)
     first = 0
     if HAS_WINDOW:
@@ -215,6 +220,7 @@ def attention_kernel(
         first_m = tl.maximum(position_m - window + 1, 0)
         first = tl.min(tl.where(live & (length_m > 0), first_m, length), 0)
     if kept:
+        stored = tl.load(count + slot * sites + site)
         total = tl.where(length > 0, stored, 0)
         units = tl.cdiv(total, BK)
     else:
@@ -238,7 +244,7 @@ def attention_kernel(
     if units == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if part == 0:
-            empty = tl.zeros([BM, BD], tl.float32) + tl.where(kept & (length > 0), float("nan"), 0.0)
+            empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
     elif part < parts:
         m = tl.full([BM], float("-inf"), tl.float32)
@@ -246,9 +252,9 @@ def attention_kernel(
         acc = tl.zeros([BM, BD], tl.float32)
         if kept:
             kept_line = index + entry * capacity
-            offset = tl.arange(0, BK)
+            e0 = tl.arange(0, BK)
             for unit in tl.range(part * mine, tl.minimum((part + 1) * mine, units), num_stages=KEPT_STAGES):
-                e = unit * BK + offset
+                e = unit * BK + e0
                 ok = e < total
                 n = tl.load(kept_line + e, mask=ok, other=0)
                 page = page_of(table_row, n, ok, PAGE)
@@ -285,7 +291,7 @@ def attention_kernel(
                 if HAS_WINDOW:
                     seen = seen & (n[None, :] >= first_m[:, None])
                 if CAPTURES:
-                    if mode == 2:
+                    if captured:
                         store_scores(scores, at_m, scores_s, n, s, ok, seen, live, BM, M_LIVE)
                 m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
                 page = page_next
@@ -301,7 +307,7 @@ def attention_kernel(
             if kept:
                 emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                      True, False, HEADS, D)  # fmt: skip
-            elif mode == 2:
+            elif captured:
                 emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                      False, CAPTURES, HEADS, D)  # fmt: skip
             else:
@@ -328,7 +334,7 @@ def attention_kernel(
                     if kept:
                         emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,
                              row_slot, mass, o_ref, c_ref, stats, site, sites, True, False, HEADS, D)  # fmt: skip
-                    elif mode == 2:
+                    elif captured:
                         emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,
                              row_slot, mass, o_ref, c_ref, stats, site, sites, False, CAPTURES, HEADS, D)  # fmt: skip
                     else:
