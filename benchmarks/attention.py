@@ -240,22 +240,25 @@ def tune(points: list[Point]) -> None:
     benches = [Bench(point, baseline=False) for point in points]
     sweeps = {
         "dense": [
-            Tiles(block=block, unit_blocks=unit // block, stages=stages, programs=programs)
-            for (block, unit, stages), programs in itertools.product(
-                ((64, 128, 2), (64, 256, 2), (64, 128, 3), (32, 128, 3)), (512, 1056, 2112, 8448)
+            Tiles(block=block, stages=stages, min_unit=least, max_units=units)
+            for (block, stages), (least, units) in itertools.product(
+                ((64, 2), (64, 3), (64, 4), (32, 3), (32, 4)), ((256, 16), (512, 16), (512, 32))
             )
         ],
         "consume": [
-            Tiles(kept_block=block, kept_stages=stages, registers=registers, kept_programs=programs)
-            for (block, stages, registers), programs in itertools.product(
-                ((64, 2, 128), (128, 2, 0), (128, 2, 128)), (396, 1056, 2112, 4224)
+            Tiles(kept_block=block, kept_stages=stages, min_kept=least, max_kept=units)
+            for (block, stages), (least, units) in itertools.product(
+                ((32, 2), (64, 1), (64, 2), (64, 5), (128, 1), (128, 2)),
+                ((128, 16), (256, 16), (512, 16), (1024, 8)),
             )
         ],
-        "attend": [Tiles(programs=1056), Tiles(programs=2112), Tiles(stages=3, programs=2112)],
+        "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
         "select": [Tiles()],
         "reference": [
-            Tiles(kept_block=block, kept_stages=2, kept_programs=programs)
-            for block, programs in itertools.product((64, 128), (528, 1056, 2112))
+            Tiles(kept_block=block, kept_stages=stages, min_kept=least)
+            for (block, stages), least in itertools.product(
+                ((64, 1), (64, 2), (128, 1), (128, 2)), (128, 256, 512)
+            )
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])

@@ -1,10 +1,10 @@
 """The attention kernel for CUDA: dense, capture, consume and mixed rows over the paged pool.
 
-One program attends a part of the keys for one tile: the query heads of one key/value head and of `R` rows of one
-sequence (dense, capture), or one query head of one row (consume). Keys are added up in units, runs of consecutive
-visible or retained keys of a fixed size: each unit leaves a partial result in scratch, whichever program had it, and
-the last program of a tile to arrive merges them in order of the units, applies a consume's correction, and writes the
-output. So a row's bits do not depend on its neighbours, on the size of the batch, or on how many programs share it. Queries are
+One program attends one unit of keys for one tile: the query heads of one key/value head and of `R` rows of one
+sequence (dense, capture), or one query head of one row (consume). A unit is a run of consecutive visible keys, or of
+retained keys, whose size follows from the row's own length alone; so is every order of addition, and a row's bits do
+not depend on its neighbours or on the size of the batch. Programs leave partial results in scratch; the last one of a
+tile to arrive merges them in order of the units, applies a consume's correction, and writes the output. Queries are
 padded to the tensor cores' 16 rows. Scores and sums are float32. All addresses are int64.
 
 Mirrors `reference.dense`, `reference.capture` (without the selection, see `triton_select`) and `reference.consume`.
@@ -20,6 +20,15 @@ MODE_DENSE = tl.constexpr(0)
 MODE_CAPTURE = tl.constexpr(1)
 MODE_CONSUME = tl.constexpr(2)
 MODE_MIXED = tl.constexpr(3)
+
+
+@triton.jit
+def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr):
+    """Keys per unit: the smallest MIN_UNIT * 2^i of which MAX_UNITS cover `length`."""
+    unit = tl.full((), MIN_UNIT, tl.int32)
+    while unit * MAX_UNITS < length:
+        unit = unit * 2
+    return unit
 
 
 @triton.jit
@@ -62,39 +71,22 @@ def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def merge_units(part_acc, part_m, part_l, at, units, slots, d, SLOTS: tl.constexpr, BD: tl.constexpr):
-    """Partial results of one (row, head), merged in order of the units, SLOTS at a time: (sum [BD], m, l)."""
-    u = tl.arange(0, SLOTS)
-    line = at * slots
-    m = tl.full((), float("-inf"), tl.float32)
-    for u0 in range(0, units, SLOTS):
-        m_u = tl.load(part_m + line + u0 + u, mask=u0 + u < units, other=float("-inf"), cache_modifier=".cg")
-        m = tl.maximum(m, tl.max(m_u, 0))
+def merge_units(part_acc, part_m, part_l, at, units, d, MAX_UNITS: tl.constexpr, BD: tl.constexpr):
+    """Partial results of one (row, head), merged in order of the units: (sum [BD], m, l)."""
+    u = tl.arange(0, MAX_UNITS)
+    live = u < units
+    m_u = tl.load(part_m + at * MAX_UNITS + u, mask=live, other=float("-inf"), cache_modifier=".cg")
+    l_u = tl.load(part_l + at * MAX_UNITS + u, mask=live, other=0.0, cache_modifier=".cg")
+    m = tl.max(m_u, 0)
     m_safe = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.zeros([BD], tl.float32)
-    l = tl.zeros((), tl.float32)
-    for u0 in range(0, units, SLOTS):
-        live = u0 + u < units
-        m_u = tl.load(part_m + line + u0 + u, mask=live, other=float("-inf"), cache_modifier=".cg")
-        l_u = tl.load(part_l + line + u0 + u, mask=live, other=0.0, cache_modifier=".cg")
-        acc_u = tl.load(  # [SLOTS, BD]
-            part_acc + (line + u0 + u)[:, None] * BD + d[None, :],
-            mask=live[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        w = tl.where(live, tl.exp2((m_u - m_safe) * LOG2E), 0.0)
-        total += tl.sum(acc_u * w[:, None], 0)
-        l += tl.sum(l_u * w, 0)
-    return total, m, l
-
-
-@triton.jit
-def store_unit(part_acc, part_m, part_l, part, m, l, acc, live, d, BD: tl.constexpr):
-    """Leave one unit's result m, l [BM], acc [BM, BD] at lines `part` [BM] of the scratch."""
-    tl.store(part_m + part, m, mask=live)
-    tl.store(part_l + part, l, mask=live)
-    tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
+    w = tl.where(live, tl.exp2((m_u - m_safe) * LOG2E), 0.0)
+    acc_u = tl.load(  # [MAX_UNITS, BD]
+        part_acc + (at * MAX_UNITS + u)[:, None] * BD + d[None, :],
+        mask=live[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return tl.sum(acc_u * w[:, None], 0), m, tl.sum(l_u * w, 0)
 
 
 @triton.jit
@@ -159,22 +151,21 @@ def emit(
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived,
-    slots, q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
+    q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
     plane, plane_stride, scale, cap, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, UNIT_BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
+    MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
+    """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
 
-    The units of a tile are dealt out evenly to its parts, in order; how many parts there are changes no bits.
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
-    stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, slots(, BD)] float32;
+    stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
     arrived int32 [T * H], zero before and after every launch.
     """
-    part, tile = tl.program_id(0), tl.program_id(2)
+    unit, tile = tl.program_id(0), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
     PER_HEAD: tl.constexpr = MODE == MODE_CONSUME or MODE == MODE_MIXED
     M_LIVE: tl.constexpr = 1 if PER_HEAD else R * G
@@ -222,17 +213,16 @@ def attention_kernel(
     if kept:
         stored = tl.load(count + slot * sites + site)
         total = tl.where(length > 0, stored, 0)
-        units = tl.cdiv(total, BK)
+        keys = unit_size(total, MIN_KEPT, MAX_KEPT)
     else:
         total = length - first
-        units = tl.cdiv(total, BN * UNIT_BLOCKS)
-    mine = tl.cdiv(units, tl.num_programs(0))  # units per part
-    parts = tl.cdiv(units, tl.maximum(mine, 1))
+        keys = unit_size(total, MIN_UNIT, MAX_UNITS)
+    units = tl.cdiv(total, keys)
     table_row = table + seq * table_s
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv * pool_head
 
-    # The row's own key is its last visible one: the last part alone reads it, and stores it first.
-    if FUSE_WRITE and (part == tl.maximum(parts - 1, 0)) & (length > 0):
+    # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
+    if FUSE_WRITE and (unit == tl.maximum(units - 1, 0)) & (length > 0):
         at = (
             base
             + tl.load(table_row + position // PAGE).to(tl.int64) * pool_page
@@ -243,45 +233,38 @@ def attention_kernel(
         tl.debug_barrier()
     if units == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
-        if part == 0:
+        if unit == 0:
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
-    elif part < parts:
+    elif unit < units:
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BD], tl.float32)
+        start = unit * keys
+        end = tl.minimum(start + keys, total)
         if kept:
             kept_line = index + entry * capacity
-            e0 = tl.arange(0, BK)
-            for unit in tl.range(part * mine, tl.minimum((part + 1) * mine, units), num_stages=KEPT_STAGES):
-                e = unit * BK + e0
-                ok = e < total
-                n = tl.load(kept_line + e, mask=ok, other=0)
+            e = tl.arange(0, BK)
+            for e0 in tl.range(start, end, BK, num_stages=KEPT_STAGES):
+                ok = e0 + e < end
+                n = tl.load(kept_line + e0 + e, mask=ok, other=0)
                 page = page_of(table_row, n, ok, PAGE)
-                k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+                k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
                 v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
-                s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
+                s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
-                s = tl.where(ok[None, :], s, float("-inf"))
-                m = tl.max(s, 1)  # a unit is one block: nothing to carry
-                p = tl.exp2((s - m[:, None]) * LOG2E)
-                acc = product(p.to(v.dtype), v, PRECISION)
-                l = tl.sum(p, 1)
-                if units > 1:
-                    store_unit(part_acc, part_m, part_l, at_m * slots + unit, m, l, acc, live, d, BD)
+                m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
         else:
             offset = tl.arange(0, BN)
-            blocks = tl.cdiv(total, BN)
-            b0 = part * mine * UNIT_BLOCKS
-            b1 = tl.minimum((part + 1) * mine * UNIT_BLOCKS, blocks)
             # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
-            n = first + b0 * BN + offset
-            page = page_of(table_row, n, n < length, PAGE)
-            for block in tl.range(b0, b1, num_stages=STAGES):
-                n = first + block * BN + offset
-                ok = n < length
-                page_next = page_of(table_row, n + BN, n + BN < length, PAGE)
+            start += first
+            end += first
+            page = page_of(table_row, start + offset, start + offset < end, PAGE)
+            for n0 in tl.range(start, end, BN, num_stages=STAGES):
+                n = n0 + offset
+                ok = n < end
+                page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
                 k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
                 v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
@@ -295,13 +278,6 @@ def attention_kernel(
                         store_scores(scores, at_m, scores_s, n, s, ok, seen, live, BM, M_LIVE)
                 m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
                 page = page_next
-                if units > 1:
-                    if (block % UNIT_BLOCKS == UNIT_BLOCKS - 1) | (block == blocks - 1):
-                        unit = block // UNIT_BLOCKS
-                        store_unit(part_acc, part_m, part_l, at_m * slots + unit, m, l, acc, live, d, BD)
-                        m = tl.full([BM], float("-inf"), tl.float32)
-                        l = tl.zeros([BM], tl.float32)
-                        acc = tl.zeros([BM, BD], tl.float32)
         if units == 1:
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
             if kept:
@@ -314,21 +290,21 @@ def attention_kernel(
                 emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                      False, False, HEADS, D)  # fmt: skip
         else:
-            last = parts == 1
+            part = at_m * SLOTS + unit
+            tl.store(part_m + part, m, mask=live)
+            tl.store(part_l + part, l, mask=live)
+            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
             tl.debug_barrier()
-            if parts > 1:
-                ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
-                last = ticket == parts - 1
-            if last:
-                if parts > 1:
-                    tl.store(arrived + row0 * HEADS + head0, 0)
+            ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
+            if ticket == units - 1:
+                tl.store(arrived + row0 * HEADS + head0, 0)
                 tl.debug_barrier()
                 one = tl.arange(0, 1)
                 for i in range(M_LIVE):
                     row = row0 + i // G if M_LIVE > 1 else row0
                     head = head0 + i % G if M_LIVE > 1 else head0
                     total_acc, total_m, total_l = merge_units(
-                        part_acc, part_m, part_l, row * HEADS + head, units, slots, d, SLOTS, BD
+                        part_acc, part_m, part_l, row * HEADS + head, units, d, SLOTS, BD
                     )
                     result = tl.where(total_l > 0, total_acc / total_l, 0.0)[None, :]  # [1, BD]
                     if kept:

@@ -10,6 +10,7 @@ On the CPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 was
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -64,29 +65,21 @@ def mixed(
         _keep(attention, store, retention, scratch, row_mode)
 
 
-_MERGED = 16  # partial results that one step of a merge adds up
-
-
 class Scratch:
     """Memory that the kernels of one op call hand to each other."""
 
     def __init__(self, attention: Attention, tiles: Tiles, keeps_scores: bool) -> None:
         lines, device = attention.rows * attention.heads, attention.q.device
-        self.tiles, self.width = tiles, next_power_of_2(max(16, attention.head_dim))
-        self.keys = attention.max_pages * attention.page_size
-        self.units = max(cdiv(self.keys, tiles.unit), cdiv(self.keys, tiles.kept_block))
-        self.part_acc = torch.empty(lines, self.units, self.width, dtype=torch.float32, device=device)
-        self.part_m = torch.empty(lines, self.units, dtype=torch.float32, device=device)
-        self.part_l = torch.empty(lines, self.units, dtype=torch.float32, device=device)
+        units, width = max(tiles.max_units, tiles.max_kept), next_power_of_2(max(16, attention.head_dim))
+        self.tiles, self.units, self.width = tiles, units, width
+        self.part_acc = torch.empty(lines, units, width, dtype=torch.float32, device=device)
+        self.part_m = torch.empty(lines, units, dtype=torch.float32, device=device)
+        self.part_l = torch.empty(lines, units, dtype=torch.float32, device=device)
         self.arrived = _arrivals(device, lines)
+        self.keys = attention.max_pages * attention.page_size
         keys, stats = (self.keys, lines) if keeps_scores else (1, 1)
         self.scores = torch.empty(stats, keys, dtype=torch.float32, device=device)
         self.stats = torch.empty(stats, 2, dtype=torch.float32, device=device)
-
-
-def _parts(wanted: int, lines: int, units: int) -> int:
-    """Into how many parts each of `lines` tiles is dealt, so that about `wanted` programs run."""
-    return max(1, min(units, cdiv(wanted, lines)))
 
 
 _arrival_counters: dict[torch.device, list[Tensor]] = {}
@@ -116,9 +109,17 @@ def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-def _occupancy(a: Attention, tiles: Tiles) -> dict[str, int]:
-    """A limit on registers where it lets one more program stay on a multiprocessor."""
-    return {"maxnreg": tiles.registers} if a.q.is_cuda and a.q.element_size() == 2 and tiles.registers else {}
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _stages(tiles: Tiles, a: Attention, programs: int) -> int:
+    """Depth of the load pipeline: a shallower one, which lets a fourth program stay on each multiprocessor, where that
+    spares the launch a second wave.
+    """
+    slots = _multiprocessors(a.q.device)
+    return 2 if 3 * slots < programs <= 4 * slots else tiles.stages
 
 
 def _attend(
@@ -146,27 +147,26 @@ def _attend(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if not fuse:
         _write(a, k, v)
-    tile_heads = a.heads if per_head else a.kv_heads
-    lines = tile_heads * (a.rows // group)
-    parts = _parts(tiles.programs, lines, cdiv(scratch.keys, tiles.unit))
-    if store is not None and per_head:
-        kept = _parts(tiles.kept_programs, lines, cdiv(min(store.capacity, scratch.keys), tiles.kept_block))
-        parts = kept if mode == MODE_CONSUME.value else max(parts, kept)
+    limit = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
+    if store is not None:
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
+        limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
     s = store if store is not None else _no_store(a)
-    grid = (parts, tile_heads, a.rows // group)
+    grid = (limit, a.heads if per_head else a.kv_heads, a.rows // group)
     attention_kernel[grid](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
-        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived, scratch.units,
+        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block, BD=scratch.width,
-        STAGES=tiles.stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        UNIT_BLOCKS=tiles.unit_blocks, SLOTS=_MERGED, num_warps=tiles.warps, **_occupancy(a, tiles),
+        STAGES=_stages(tiles, a, grid[0] * grid[1] * grid[2]), KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
+        MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
+        SLOTS=scratch.units, num_warps=tiles.warps,
     )  # fmt: skip
     return scratch
 
@@ -213,15 +213,14 @@ def _select(
 def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_mode: Tensor | None) -> None:
     """Fill mass and C_ref of the store."""
     tiles = scratch.tiles
-    units = cdiv(min(store.capacity, scratch.keys), tiles.kept_block)
-    parts = _parts(tiles.kept_programs, a.rows * a.heads, units)
-    reference_kernel[(parts, a.heads, a.rows)](
+    units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
+    reference_kernel[(units, a.heads, a.rows)](
         weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
-        scratch.units, *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
+        *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
         store.site, store.count.shape[1], store.capacity,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        BK=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        SLOTS=_MERGED, num_warps=tiles.warps,
+        BN=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
+        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, num_warps=tiles.warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import LOG2E, load_keys, page_of, product
+from .triton_attention import LOG2E, load_keys, page_of, product, unit_size
 
 
 @triton.jit
@@ -151,68 +151,62 @@ def select_kernel(
 def reference_kernel(
     weights, stats, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot, index, count, mass, c_ref,
     part_acc, part_l, arrived,
-    slots, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
+    pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLOTS: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, heads, rows). weights [T * H, capacity], retained values -> mass and c_ref of the store.
+    """Grid (units, heads, rows). weights [T * H, capacity], retained values -> mass and c_ref of the store.
 
     A float32 weight is split into two of the values' dtype, so that C_ref loses nothing to their rounding; the padded
     rows of the matrix product make this free.
     """
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    unit, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     total = tl.where(wanted & (length > 0), tl.load(count + slot * sites + site), 0)
-    units = tl.cdiv(total, BK)
-    mine = tl.cdiv(units, tl.num_programs(0))
-    parts = tl.cdiv(units, tl.maximum(mine, 1))
-    if part < parts:
+    keys = unit_size(total, MIN_KEPT, MAX_KEPT)
+    units = tl.cdiv(total, keys)
+    if unit < units:
         at = row * HEADS + head
         entry = (slot * sites + site) * HEADS + head
         d = tl.arange(0, BD)
         d_ok = d < D
-        mi = tl.arange(0, 16)[:, None]
+        mi = tl.arange(0, 16)
         table_row = table + seq * table_s
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
+        acc = tl.zeros([16, BD], tl.float32)
+        l = tl.zeros([BN], tl.float32)
+        start = unit * keys
+        end = tl.minimum(start + keys, total)
         kept_line = index + entry * capacity
-        offset = tl.arange(0, BK)
-        for unit in tl.range(part * mine, tl.minimum((part + 1) * mine, units), num_stages=STAGES):
-            e = unit * BK + offset
-            ok = e < total
-            n = tl.load(kept_line + e, mask=ok, other=0)
-            w = tl.load(weights + at * capacity + e, mask=ok, other=0.0)  # [BK]
+        offset = tl.arange(0, BN)
+        for e0 in tl.range(start, end, BN, num_stages=STAGES):
+            ok = e0 + offset < end
+            n = tl.load(kept_line + e0 + offset, mask=ok, other=0)
+            w = tl.load(weights + at * capacity + e0 + offset, mask=ok, other=0.0)  # [BN]
             page = page_of(table_row, n, ok, PAGE)
-            v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+            v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
             high = w.to(v.dtype)
             low = (w - high.to(tl.float32)).to(v.dtype)
-            both = tl.where(mi == 0, high[None, :], tl.where(mi == 1, low[None, :], 0.0))
-            acc = product(both.to(v.dtype), v, PRECISION)
-            tl.store(part_acc + (at * slots + unit) * BD + d, tl.sum(acc, 0))
-            tl.store(part_l + at * slots + unit, tl.sum(w, 0))
-        last = parts == 1
+            both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
+            acc += product(both.to(v.dtype), v, PRECISION)
+            l += w
+        part = at * SLOTS + unit
+        tl.store(part_acc + part * BD + d, tl.sum(acc, 0))
+        tl.store(part_l + part, tl.sum(l, 0))
         tl.debug_barrier()
-        if parts > 1:
-            ticket = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
-            last = ticket == parts - 1
-        if last:
-            if parts > 1:
-                tl.store(arrived + at, 0)
+        ticket = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
+        if ticket == units - 1:
+            tl.store(arrived + at, 0)
             tl.debug_barrier()
             u = tl.arange(0, SLOTS)
-            sums = tl.zeros([BD], tl.float32)
-            weight = tl.zeros((), tl.float32)
-            for u0 in range(0, units, SLOTS):
-                live = u0 + u < units
-                lines = (at * slots + u0 + u)[:, None] * BD + d[None, :]
-                sums += tl.sum(
-                    tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0
-                )
-                weight += tl.sum(
-                    tl.load(part_l + at * slots + u0 + u, mask=live, other=0.0, cache_modifier=".cg"), 0
-                )
+            live = u < units
+            lines = (at * SLOTS + u)[:, None] * BD + d[None, :]
+            sums = tl.sum(tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0)
+            weight = tl.sum(tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0)
             tl.store(c_ref + entry * D + d, sums / weight, mask=d_ok)
             tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
