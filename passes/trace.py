@@ -20,11 +20,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 
-from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
+from .graph import SITE, is_call, module_path
 from .probe import Probe, local_attention, probe
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ROWS = 3  # any number but 0 and 1, which export would treat as special
 # Keyword arguments that attention functions receive and that do not change their result for a row.
 _HARMLESS = {"position_ids", "cache_position", "dropout", "is_causal", "position_embeddings"}
@@ -91,7 +92,8 @@ def _marker_attention(model: nn.Module, seen: Probe) -> Any:
     return attention
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises UnsupportedModel for what can be seen without running the model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -105,6 +107,30 @@ def _check_model(model: nn.Module) -> None:
             f"{type(model).__name__} with recurrent_kv_cache_mode='last_loop' lets earlier loops read the last loop's "
             "cache, which a row trace cannot see; load it with recurrent_kv_cache_mode='per_loop'."
         )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-model head and gives no logits; load it with "
+            "AutoModelForCausalLM."
+        )
+    _check_weights(model)
+
+
+def _check_weights(model: nn.Module) -> None:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UnsupportedModel(
+                f"{name} is on the meta device and holds no values; load the weights first.", name
+            )
+    devices = {tensor.device: name for name, tensor in tensors.items()}
+    if len(devices) > 1:
+        where = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
+        raise UnsupportedModel(
+            f"the model is spread over devices ({where}); move it to one with model.to(DEVICE)."
+        )
+    if model.dtype not in DTYPES:  # type: ignore[comparison-overlap]
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UnsupportedModel(f"the model is in {model.dtype}; compiled are models in {known}.")
 
 
 def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
@@ -170,7 +196,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         UnsupportedModel: see `probe`; also random numbers in the graph, a graph whose shape depends on the number of
             rows, attention arguments that the ops do not know, and whatever torch.export cannot capture.
     """
-    _check_model(model)
+    check_model(model)
     seen = probe(model)
     try:
         program = _export(model, seen)
@@ -181,7 +207,23 @@ def trace(model: nn.Module) -> fx.GraphModule:
         raise UnsupportedModel(f"torch.export could not capture {type(model).__name__}: {first}") from error
     graph_module = _inline_weights(program, model)
     _check_rows(graph_module)
+    _check_dtypes(graph_module, model.dtype)  # type: ignore[arg-type]
     return graph_module
+
+
+def _check_dtypes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
+    """One KV pool serves all sites, in the dtype of the model."""
+    for node in graph_module.graph.nodes:
+        if not is_call(node, SITE):
+            continue
+        found = [source.meta["val"].dtype for source in node.args[:3]]
+        if any(one != dtype for one in found):
+            name = strip_wrapper(module_path(node)[0])
+            raise UnsupportedModel(
+                f"{name} attends with queries, keys and values in {', '.join(map(str, found))} where the model is in "
+                f"{dtype}; one KV pool serves one dtype.",
+                name,
+            )
 
 
 def _check_rows(graph_module: fx.GraphModule) -> None:
