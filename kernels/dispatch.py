@@ -34,6 +34,12 @@ class Implementation(Protocol):
     ) -> None: ...
 
 
+def resolve(name: str) -> str:
+    """The name of the implementation that runs for `name`: "auto" is "batched". Raises as `choose` does."""
+    choose(name)
+    return "batched" if name == "auto" else name
+
+
 def choose(name: str) -> Implementation:
     """The implementation called `name`; "auto" is "batched".
 
