@@ -197,12 +197,12 @@ def _token_count(model: nn.Module) -> int:
     return next((prime for prime in _PRIMES if prime not in sizes), 47)
 
 
-def vocabulary_size(model: nn.Module) -> int:
+def vocabulary_size(model: Any) -> int:
     """Number of token ids; a wrapped embedding may have no `weight` of its own."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    weight = getattr(model.get_input_embeddings(), "weight", None)
     return int(
         weight.shape[0] if isinstance(weight, torch.Tensor) else model.config.get_text_config().vocab_size
-    )  # type: ignore[operator, union-attr]
+    )
 
 
 def _refuse_mixing(model: nn.Module, name: str) -> None:

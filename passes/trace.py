@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
-from .graph import SITE, is_call, module_path
+from .graph import SITE, is_call, is_shape, module_path, module_path_maybe
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -128,7 +128,7 @@ def _check_weights(model: nn.Module) -> None:
         raise UnsupportedModel(
             f"the model is spread over devices ({where}); move it to one with model.to(DEVICE)."
         )
-    if model.dtype not in DTYPES:  # type: ignore[comparison-overlap]
+    if model.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise UnsupportedModel(f"the model is in {model.dtype}; compiled are models in {known}.")
 
@@ -207,8 +207,41 @@ def trace(model: nn.Module) -> fx.GraphModule:
         raise UnsupportedModel(f"torch.export could not capture {type(model).__name__}: {first}") from error
     graph_module = _inline_weights(program, model)
     _check_rows(graph_module)
+    _check_rows_stay_apart(graph_module.graph)
     _check_dtypes(graph_module, model.dtype)  # type: ignore[arg-type]
     return graph_module
+
+
+def _check_rows_stay_apart(graph: fx.Graph) -> None:
+    """Raises UnsupportedModel for a value that is computed from all rows together, such as the largest position.
+
+    Rows of other sequences are no part of a token's past, so what a token becomes would depend on its neighbours. The
+    probe cannot see this: it watches hidden states of one sequence, not positions of a batch.
+    """
+    live: set[fx.Node] = set()
+    waiting = [graph.output_node()]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in live:
+                live.add(source)
+                waiting.append(source)
+    from_rows: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" and not any(source in from_rows for source in node.all_input_nodes):
+            continue
+        if is_shape(node):  # the number of rows, not what is in them
+            continue
+        from_rows.add(node)
+        if node not in live or not isinstance(value, torch.Tensor):
+            continue
+        if not any(isinstance(size, torch.SymInt) for size in value.shape):
+            name = strip_wrapper((module_path_maybe(node) or ("", 0))[0])
+            raise UnsupportedModel(
+                f"{name or 'the model'} computes one value from all tokens of a batch ({node.target}); "
+                "a token must not depend on its neighbours in a batch.",
+                name,
+            )
 
 
 def _check_dtypes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -216,7 +249,7 @@ def _check_dtypes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
     for node in graph_module.graph.nodes:
         if not is_call(node, SITE):
             continue
-        found = [source.meta["val"].dtype for source in node.args[:3]]
+        found = [source.meta["val"].dtype for source in node.args[:3] if isinstance(source, fx.Node)]
         if any(one != dtype for one in found):
             name = strip_wrapper(module_path(node)[0])
             raise UnsupportedModel(

@@ -301,3 +301,30 @@ def test_a_wrapped_embedding_is_compiled() -> None:
     model = tiny_model("ouro")
     model.model.embed_tokens = _Embedding(model.model.embed_tokens)
     assert build_program(model, OPTIONS).rolled
+
+
+def test_positions_of_the_whole_batch_in_a_rotary_embedding() -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0, 3.0, 7.0, 5.0],
+        "original_max_position_embeddings": 30,
+    }
+    error = refusal(tiny_model("ouro", rope_parameters=longrope))
+    assert error.module == "model.rotary_emb"
+    assert "neighbours" in error.reason
+    assert (
+        "torch.export"
+        in refusal(
+            tiny_model("ouro", rope_parameters={**longrope, "rope_type": "dynamic", "factor": 2.0})
+        ).reason
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_rotary_embeddings_of_fixed_frequencies_are_compiled(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert build_program(tiny_model("ouro", rope_parameters=rope), OPTIONS).rolled
