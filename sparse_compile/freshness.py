@@ -11,7 +11,7 @@ from sparse_compile.errors import ArgumentError, StaleModelError
 
 # Settings of a config that no forward of a decoding step depends on; token ids are read anew by every call.
 _INERT = frozenset(
-    [
+    (
         "architectures",
         "dtype",
         "id2label",
@@ -24,7 +24,7 @@ _INERT = frozenset(
         "torch_dtype",
         "transformers_version",
         "use_cache",
-    ]
+    )
 )
 
 
@@ -88,7 +88,7 @@ def _difference(before: tuple[Any, ...] | None, now: tuple[Any, ...] | None) -> 
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return {
         name: value

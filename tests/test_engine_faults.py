@@ -313,6 +313,16 @@ def test_an_interrupt_ends_what_it_swallowed_and_nothing_else(where: str) -> Non
     assert (before in errors) is (where == "processor")  # a stop rule comes after the tokens before it
 
 
+@pytest.mark.parametrize("result", [None, torch.zeros(1, 3), torch.zeros(1, 24, dtype=torch.long)])
+def test_a_processor_must_return_scores(result: object) -> None:
+    engine, _ = make_engine()
+    bad = engine.add_request(PROMPTS[0], greedy(3, processor=lambda ids, scores: result))
+    good = engine.add_request(PROMPTS[1], greedy(3))
+    outputs = run_all(engine)
+    assert "must return scores of shape (1, 24)" in str(outputs[bad][0].error)
+    assert tokens_of(outputs[good]) == oracle(PROMPTS[1], 3, True)
+
+
 def test_a_step_within_a_step_is_refused() -> None:
     engine, _ = make_engine()
 

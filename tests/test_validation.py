@@ -61,7 +61,7 @@ def test_masked_logits_are_compared_too() -> None:
 def test_lengths_are_whole_numbers(value: object) -> None:
     model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
     compiled = sparse_compile(model, validate=False)
-    with pytest.raises((ArgumentError, TypeError), match="max_new_tokens=|not supported between"):
+    with pytest.raises((ArgumentError, TypeError), match=r"max_new_tokens=|not supported between"):
         compiled.generate(PROMPT, max_new_tokens=value)
     assert compiled.engine is None
 
