@@ -67,29 +67,29 @@ class Implementation(Protocol):
     ) -> None: ...
 
 
-def choose(name: str, attention: Attention) -> Implementation:
-    """The implementation that serves a call. "auto" is Triton on CUDA where its kernels can run the call, else
-    "batched".
+def resolve(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+    """The implementation that runs for `name`: "reference", "batched" or "triton".
 
-    Raises ValueError for an unknown name, and for "triton" where it is not installed or cannot run the call; the
-    message says why.
+    "auto" is Triton on other devices than the CPU where its kernels can run such a call, else "batched". Raises
+    ValueError for an unknown name, and for "triton" where it cannot run; the message says why.
     """
-    if name == "reference":
-        return reference
-    if name == "batched":
-        return batched
     if name not in IMPLEMENTATIONS:
         known = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"implementation={name!r} is unknown; choose one of {known}")
-    device = attention.q.device.type
-    if name == "auto" and device == "cpu":
-        return batched
-    obstacle = triton_obstacle(device, attention.q.dtype, attention.head_dim)
-    if not obstacle:
-        return importlib.import_module(".triton_backend", __package__)  # type: ignore[return-value]
-    if name == "triton":
+    if name in ("reference", "batched") or (name == "auto" and device_type == "cpu"):
+        return "batched" if name == "auto" else name
+    obstacle = triton_obstacle(device_type, dtype, head_dim)
+    if obstacle and name == "triton":
         raise ValueError(f'implementation="triton" cannot run here: {obstacle}; use implementation="batched"')
-    return batched
+    return "batched" if obstacle else "triton"
+
+
+def choose(name: str, attention: Attention) -> Implementation:
+    """The implementation that serves a call, by `resolve`."""
+    chosen = resolve(name, attention.q.device.type, attention.q.dtype, attention.head_dim)
+    if chosen == "triton":
+        return importlib.import_module(".triton_backend", __package__)  # type: ignore[return-value]
+    return reference if chosen == "reference" else batched
 
 
 def kv_write(

@@ -22,4 +22,16 @@ class PassError(RuntimeError):
 
 
 class OptionError(ValueError):
-    """An option that does not fit the model, found once the model's loops are known."""
+    """An option that does not fit the model, found once the model's loops are known.
+
+    Attributes:
+        argument, value: the option and what it was set to.
+        limit, remedy: which values fit this model, and what to do.
+    """
+
+    def __init__(self, argument: str, value: object, limit: str, remedy: str) -> None:
+        super().__init__(argument, value, limit, remedy)
+        self.argument, self.value, self.limit, self.remedy = argument, value, limit, remedy
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.value} {self.limit}; {self.remedy}."

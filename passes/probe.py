@@ -55,9 +55,10 @@ def local_attention(
 
 def _window_at(mask_function: Any, position: int) -> int | None:
     """How many keys up to itself the query at `position` sees; None if it sees a later key or a gap."""
-    keys = torch.arange(position + 3)
-    zero = torch.zeros((), dtype=torch.long)
-    visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), keys)).expand(keys.shape)
+    with torch.device("cpu"):  # whatever the caller's default device is
+        keys = torch.arange(position + 3)
+        zero = torch.zeros((), dtype=torch.long)
+        visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), keys)).expand(keys.shape)
     seen = visible.nonzero().flatten()
     if len(seen) == 0 or int(seen[-1]) != position or int(seen[-1] - seen[0]) + 1 != len(seen):
         return None
@@ -84,6 +85,17 @@ def read_mask_tensor(mask: torch.Tensor) -> int | None:
         if torch.equal(visible, wanted):
             return window
     return None
+
+
+def _refuse_unseen_window(name: str, module: nn.Module, window: int | None, tokens: int) -> None:
+    """A mask that the model built by itself is known for a few tokens only: a wider window looks causal there."""
+    configured = getattr(getattr(module, "config", None), "sliding_window", None)
+    if window == 0 and isinstance(configured, int) and configured >= tokens:
+        raise UnsupportedModel(
+            f"{name} gets a mask that the model built by itself, and config.sliding_window={configured} may be in it "
+            "or not; build masks with transformers.masking_utils, or set config.sliding_window=None if it is not.",
+            name,
+        )
 
 
 class _Recorder:
@@ -117,7 +129,11 @@ class _Recorder:
                     f"{name} attends in both directions; only causal attention is compiled.", name
                 )
             return declared
-        window = self.masks[id(mask)][1] if id(mask) in self.masks else read_mask_tensor(mask)
+        if id(mask) in self.masks:
+            window = self.masks[id(mask)][1]
+        else:
+            window = read_mask_tensor(mask)
+            _refuse_unseen_window(name, module, window, self.tokens)
         if window is None or (declared and window and declared != window):
             raise UnsupportedModel(
                 f"{name} uses an attention mask that is neither causal nor a sliding window; "
@@ -145,7 +161,13 @@ class _Recorder:
                 f"{name} attends over {key.shape[2]} keys for {self.tokens} tokens; cross attention is not compiled.",
                 name,
             )
-        self.result.mixing[name] = self.window_of(name, module, attention_mask, kwargs)
+        window = self.window_of(name, module, attention_mask, kwargs)
+        if self.result.mixing.setdefault(name, window) != window:
+            raise UnsupportedModel(
+                f"{name} attends with a sliding window in one loop and without it, or with another one, in the next; "
+                "a layer must have one window in all its loops.",
+                name,
+            )
         return repeat_heads(value, query.shape[1]).transpose(1, 2).contiguous(), None
 
 
@@ -175,6 +197,27 @@ def _token_count(model: nn.Module) -> int:
     return next((prime for prime in _PRIMES if prime not in sizes), 47)
 
 
+def vocabulary_size(model: Any) -> int:
+    """Number of token ids; a wrapped embedding may have no `weight` of its own."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return int(
+        weight.shape[0] if isinstance(weight, torch.Tensor) else model.config.get_text_config().vocab_size
+    )
+
+
+def _refuse_mixing(model: nn.Module, name: str) -> None:
+    """Raise for the module that turned clean tokens into NaN: it mixes tokens, or its own weights are NaN."""
+    module = model.get_submodule(name)
+    shown = f"{name or 'the model'} ({type(module).__name__})"
+    for key, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise UnsupportedModel(f"{shown} has NaN in its {key}; the checkpoint is damaged.", name)
+    raise UnsupportedModel(
+        f"{shown} mixes tokens outside attention; only models whose tokens meet in attention alone are compiled.",
+        name,
+    )
+
+
 def probe(model: nn.Module) -> Probe:
     """Run the model once on a short poisoned prompt and say where tokens mix.
 
@@ -199,7 +242,7 @@ def probe(model: nn.Module) -> Probe:
 
         return hook
 
-    embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     handles = [embedding.register_forward_hook(poison)]
     handles += [
         submodule.register_forward_hook(watch(name), with_kwargs=True)
@@ -207,20 +250,22 @@ def probe(model: nn.Module) -> Probe:
         if submodule is not embedding
     ]
     device = next(model.parameters()).device
-    ids = torch.arange(tokens, device=device)[None] % max(1, embedding.weight.shape[0])
+    ids = torch.arange(tokens, device=device)[None] % vocabulary_size(model)
     try:
         with evaluation_mode(model), attention_override(model, recorder.attention, recorder.mask):
             model(input_ids=ids, use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UnsupportedModel(
+            f"{type(model).__name__} failed on {tokens} tokens without a cache: {type(error).__name__}: {first}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
     if culprits:
-        kind = type(model.get_submodule(culprits[0])).__name__
-        raise UnsupportedModel(
-            f"{culprits[0]} ({kind}) mixes tokens outside attention; only models whose tokens meet in attention alone "
-            "are compiled.",
-            culprits[0],
-        )
+        _refuse_mixing(model, culprits[0])
     if not recorder.result.mixing:
         raise UnsupportedModel(
             "no attention call reached transformers' attention interface; the model must call its attention through "

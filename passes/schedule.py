@@ -48,8 +48,10 @@ def check_capture_loop(sites: tuple[Site, ...], options: Options) -> None:
     loops = max(site.loops for site in sites)
     if options.enabled and options.capture_loop >= loops:
         raise OptionError(
-            f"capture_loop={options.capture_loop} must be below {loops}, the model's number of loops; "
-            f"choose capture_loop between 0 and {loops - 1}."
+            "capture_loop",
+            options.capture_loop,
+            f"must be below {loops}, the model's number of loops",
+            f"choose capture_loop between 0 and {loops - 1}",
         )
 
 

@@ -20,11 +20,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 
-from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
+from .graph import SITE, is_call, is_shape, module_path, module_path_maybe
 from .probe import Probe, local_attention, probe
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ROWS = 3  # any number but 0 and 1, which export would treat as special
 # Keyword arguments that attention functions receive and that do not change their result for a row.
 _HARMLESS = {"position_ids", "cache_position", "dropout", "is_causal", "position_embeddings"}
@@ -91,7 +92,8 @@ def _marker_attention(model: nn.Module, seen: Probe) -> Any:
     return attention
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises UnsupportedModel for what can be seen without running the model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -105,6 +107,30 @@ def _check_model(model: nn.Module) -> None:
             f"{type(model).__name__} with recurrent_kv_cache_mode='last_loop' lets earlier loops read the last loop's "
             "cache, which a row trace cannot see; load it with recurrent_kv_cache_mode='per_loop'."
         )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-model head and gives no logits; load it with "
+            "AutoModelForCausalLM."
+        )
+    _check_weights(model)
+
+
+def _check_weights(model: nn.Module) -> None:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UnsupportedModel(
+                f"{name} is on the meta device and holds no values; load the weights first.", name
+            )
+    devices = {tensor.device: name for name, tensor in tensors.items()}
+    if len(devices) > 1:
+        where = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
+        raise UnsupportedModel(
+            f"the model is spread over devices ({where}); move it to one with model.to(DEVICE)."
+        )
+    if model.dtype not in DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UnsupportedModel(f"the model is in {model.dtype}; compiled are models in {known}.")
 
 
 def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
@@ -170,7 +196,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         UnsupportedModel: see `probe`; also random numbers in the graph, a graph whose shape depends on the number of
             rows, attention arguments that the ops do not know, and whatever torch.export cannot capture.
     """
-    _check_model(model)
+    check_model(model)
     seen = probe(model)
     try:
         program = _export(model, seen)
@@ -181,7 +207,56 @@ def trace(model: nn.Module) -> fx.GraphModule:
         raise UnsupportedModel(f"torch.export could not capture {type(model).__name__}: {first}") from error
     graph_module = _inline_weights(program, model)
     _check_rows(graph_module)
+    _check_rows_stay_apart(graph_module.graph)
+    _check_dtypes(graph_module, model.dtype)  # type: ignore[arg-type]
     return graph_module
+
+
+def _check_rows_stay_apart(graph: fx.Graph) -> None:
+    """Raises UnsupportedModel for a value that is computed from all rows together, such as the largest position.
+
+    Rows of other sequences are no part of a token's past, so what a token becomes would depend on its neighbours. The
+    probe cannot see this: it watches hidden states of one sequence, not positions of a batch.
+    """
+    live: set[fx.Node] = set()
+    waiting = [graph.output_node()]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in live:
+                live.add(source)
+                waiting.append(source)
+    from_rows: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" and not any(source in from_rows for source in node.all_input_nodes):
+            continue
+        if is_shape(node):  # the number of rows, not what is in them
+            continue
+        from_rows.add(node)
+        if node not in live or not isinstance(value, torch.Tensor):
+            continue
+        if not any(isinstance(size, torch.SymInt) for size in value.shape):
+            name = strip_wrapper((module_path_maybe(node) or ("", 0))[0])
+            raise UnsupportedModel(
+                f"{name or 'the model'} computes one value from all tokens of a batch ({node.target}); "
+                "a token must not depend on its neighbours in a batch.",
+                name,
+            )
+
+
+def _check_dtypes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
+    """One KV pool serves all sites, in the dtype of the model."""
+    for node in graph_module.graph.nodes:
+        if not is_call(node, SITE):
+            continue
+        found = [source.meta["val"].dtype for source in node.args[:3] if isinstance(source, fx.Node)]
+        if any(one != dtype for one in found):
+            name = strip_wrapper(module_path(node)[0])
+            raise UnsupportedModel(
+                f"{name} attends with queries, keys and values in {', '.join(map(str, found))} where the model is in "
+                f"{dtype}; one KV pool serves one dtype.",
+                name,
+            )
 
 
 def _check_rows(graph_module: fx.GraphModule) -> None:

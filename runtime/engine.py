@@ -69,6 +69,8 @@ class Engine:
         self.counter = KeyCounter(options.sites, options.retention)
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._named = 0
+        self._stepping = False
+        self._owed: list[StepOutput] = []  # of a step that was interrupted, for the next one to return
 
     def add_request(
         self,
@@ -92,24 +94,74 @@ class Engine:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """Runs one step. Returns the new tokens and the ends of requests, in the order of admission."""
+        """Runs one step. Returns the new tokens and the ends of requests, in the order of admission.
+
+        What is no Exception, such as a KeyboardInterrupt, passes through. Requests whose token it swallowed end
+        with an error, in what the next step returns; the others go on as if nothing had been.
+
+        RuntimeError: called from a processor or a stop rule, that is in the middle of a step.
+        """
+        if self._stepping:
+            raise RuntimeError(
+                "a step of this engine is running: a logits processor or a stopping criterion must not generate "
+                "with the model that calls it; compile another one for that"
+            )
+        if self._owed:
+            outputs, self._owed = self._owed, []
+            return outputs
+        self._stepping = True
+        try:
+            return self._step()
+        finally:
+            self._stepping = False
+
+    def _step(self) -> list[StepOutput]:
         works = self.scheduler.pick()
         if not works:
             return []
         requests = [work.request for work in works if work.completes]
+        before = [request.computed for request in requests]
+        outputs: list[StepOutput] = []
         try:
-            logits = self._run(works)
-            samples = sample(logits, requests)
-        except Exception as error:
-            return [self._finish(work.request, "error", error=error) for work in works]
-        outputs = [self._take(*row) for row in zip(requests, samples, logits, strict=True)]
-        return [output for output in outputs if output is not None]
+            try:
+                logits = self._run(works)
+                samples = sample(logits, requests)
+            except Exception as error:
+                return [self._finish(work.request, "error", error=error) for work in works]
+            for row in zip(requests, samples, logits, strict=True):
+                output = self._take(*row)
+                if output is not None:
+                    outputs.append(output)
+            return outputs
+        except BaseException as cause:
+            self._owed += outputs + self._interrupted(requests, before, outputs, cause)
+            raise
+
+    def _interrupted(
+        self,
+        requests: list[Request],
+        before: list[int],
+        outputs: list[StepOutput],
+        cause: BaseException,
+    ) -> list[StepOutput]:
+        """The ends of those requests whose rows were computed, but whose token never came out."""
+        told = {output.request_id for output in outputs}
+        return [
+            self._finish(
+                request,
+                "error",
+                error=RuntimeError(f"interrupted by {type(cause).__name__} in a shared step"),
+            )
+            for request, computed in zip(requests, before, strict=True)
+            if request.computed != computed and request.id not in told
+        ]
 
     def abort(self, request_id: str) -> StepOutput | None:
         """Ends a request at once, in any state. Returns its last output, None when it has finished already.
 
         Raises KeyError for an id that was never seen.
         """
+        self._owed = [output for output in self._owed if output.request_id != request_id]
         request = self.scheduler.find(request_id)
         if request is not None:
             return self._finish(request, "abort")
@@ -117,7 +169,7 @@ class Engine:
         return None
 
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._owed)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Metrics so far, or at the end for one of the last finished requests. Raises KeyError for others."""
@@ -264,5 +316,5 @@ def _with_generator(params: SamplingParams, device: torch.device) -> SamplingPar
     """The same with a generator of its own, seeded from torch's global one, so that neighbours cannot disturb
     it.
     """
-    seed = int(torch.randint(2**63 - 1, ()))
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     return replace(params, generator=torch.Generator(device).manual_seed(seed))

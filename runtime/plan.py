@@ -137,7 +137,7 @@ class PlanBuilder:
             if segment.wants_logits:
                 logit_rows.append(len(columns) - 1)
         columns.extend([(0,) * 7] * (pad_to - len(columns)))
-        table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 7)
+        table = torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(-1, 7)
         narrow = table[:, :6].to(torch.int32)
         row_fields = {name: self._put(narrow[:, i].contiguous()) for i, name in enumerate(RowPlan.ROW_FIELDS)}
         return RowPlan(
@@ -145,7 +145,7 @@ class PlanBuilder:
             **row_fields,
             token_ids=self._put(table[:, 6].contiguous()),
             positions=self._put(table[:, 1].contiguous()),
-            logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64)),
+            logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64, device="cpu")),
             kind=_kind(segments),
             max_length=max((row[2] for row in columns), default=0),
             leases=tuple(segment.lease for segment in segments if segment.sparse and segment.lease),
@@ -165,9 +165,9 @@ def _rows_of(segment: Segment, line: int) -> Iterator[tuple[int, ...]]:
 def _block_table(segments: Sequence[Segment]) -> torch.Tensor:
     """int32 [1 + sequences, pages of the longest], page 0 where a sequence has no page."""
     width = max((len(segment.pages) for segment in segments), default=1)
-    table = torch.zeros((1 + len(segments), width), dtype=torch.int32)
+    table = torch.zeros((1 + len(segments), width), dtype=torch.int32, device="cpu")
     for line, segment in zip(table[1:], segments, strict=True):
-        line[: len(segment.pages)] = torch.as_tensor(segment.pages, dtype=torch.int32)
+        line[: len(segment.pages)] = torch.as_tensor(segment.pages, dtype=torch.int32, device="cpu")
     return table
 
 

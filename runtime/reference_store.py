@@ -257,7 +257,7 @@ class ReferenceStore:
             self.valid.index_fill_(0, rows, valid)
 
     def _numbers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

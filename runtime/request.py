@@ -132,7 +132,7 @@ class Request:
             self._ids = torch.empty((1, self.max_length), dtype=torch.int64, device=device)
         length = len(self.tokens)
         if self._ids_filled < length:
-            fresh = torch.tensor(self.tokens[self._ids_filled :], dtype=torch.int64)
+            fresh = torch.tensor(self.tokens[self._ids_filled :], dtype=torch.int64, device="cpu")
             self._ids[0, self._ids_filled : length] = fresh.to(device)
             self._ids_filled = length
         return self._ids[:, :length]

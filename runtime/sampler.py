@@ -70,7 +70,7 @@ def _sample_one(scores: torch.Tensor, request: Request) -> Sample | Exception:
         params = request.params
         if params.processor is not None:
             # A processor may write in place, and the raw logits may still be wanted.
-            scores = params.processor(request.ids(scores.device), scores.clone())
+            scores = _checked_scores(params.processor(request.ids(scores.device), scores.clone()), scores)
         logs = scores.log_softmax(dim=-1)
         if params.do_sample:
             if bool(logs.isnan().any()):
@@ -81,6 +81,24 @@ def _sample_one(scores: torch.Tensor, request: Request) -> Sample | Exception:
         return _checked(token, float(logs[0, token]), scores[0])
     except Exception as error:
         return error
+
+
+def _checked_scores(processed: object, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor returned, if it is scores: TypeError unless floating point of the shape it was given."""
+    if (
+        isinstance(processed, torch.Tensor)
+        and processed.is_floating_point()
+        and processed.shape == scores.shape
+    ):
+        return processed
+    found = (
+        f"{processed.dtype} {tuple(processed.shape)}"
+        if isinstance(processed, torch.Tensor)
+        else type(processed).__name__
+    )
+    raise TypeError(
+        f"a logits processor returned {found}; it must return scores of shape {tuple(scores.shape)}"
+    )
 
 
 def _checked(token: int, logprob: float, scores: torch.Tensor | None = None) -> Sample | Exception:

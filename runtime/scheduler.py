@@ -136,7 +136,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.pages = self.pool.allocate(self.pool.spec.pages_for(request.max_length))
-        request.page_row = torch.tensor(request.pages, dtype=torch.int32)
+        request.page_row = torch.tensor(request.pages, dtype=torch.int32, device="cpu")
         if self.store is not None:
             request.lease = self.store.acquire(request.id, 0)
         request.state = RequestState.RUNNING

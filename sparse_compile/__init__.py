@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparse_compile.api import ModelFactory, sparse_compile
     from sparse_compile.compiled import CompiledModel
     from sparse_compile.config import SparseConfig
-    from sparse_compile.errors import ArgumentError, SparseCompileError, ValidationError
+    from sparse_compile.errors import ArgumentError, SparseCompileError, StaleModelError, ValidationError
     from sparse_compile.outputs import GenerateOutput
     from sparse_compile.passes.errors import UnsupportedModel
     from sparse_compile.report import Report
@@ -32,6 +32,7 @@ _EXPORTS = {
     "SparseConfig": "sparse_compile.config",
     "SparseCompileError": "sparse_compile.errors",
     "ArgumentError": "sparse_compile.errors",
+    "StaleModelError": "sparse_compile.errors",
     "ValidationError": "sparse_compile.errors",
     "UnsupportedModel": "sparse_compile.passes.errors",
     "GenerateOutput": "sparse_compile.outputs",
@@ -47,6 +48,7 @@ __all__ = [
     "Report",
     "SparseCompileError",
     "SparseConfig",
+    "StaleModelError",
     "StreamItem",
     "UnsupportedModel",
     "ValidationError",

@@ -6,13 +6,20 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparse_compile.compiled import CompiledModel
-from sparse_compile.config import SparseConfig, check_loops
+from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.errors import ArgumentError
+from sparse_compile.freshness import refuse_autocast
+from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
+from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
+from sparse_compile.passes.trace import check_model
 from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.executor import Executor
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
@@ -41,16 +48,32 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
         ArgumentError: an option that does not fit this model or this machine.
         ValidationError: the compiled program disagrees with the model (off-switch: validate=False).
     """
+    check_model(model)
+    refuse_autocast(model.device)
     check_context(model, config)
-    program = build_program(model, pass_options(config))
+    try:
+        program = build_program(model, pass_options(config))
+    except OptionError as error:
+        raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
-        check_loops(config, program.loops)
+        warn_of_last_loop(config, program.loops)
+    check_implementation(config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
     if config.validate:
         validate_program(model, program, engines)
     return CompiledModel(model, config, program, engines)
+
+
+def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:
+    """Raise ArgumentError when the kernels that were asked for cannot run this model here."""
+    try:
+        resolve(config.implementation, model.device.type, model.dtype, program.sites[0].head_dim)
+    except ValueError as error:
+        raise ArgumentError(
+            "implementation", config.implementation, str(error), "pass implementation='auto'"
+        ) from None
 
 
 def pass_options(config: SparseConfig) -> Options:
@@ -65,24 +88,6 @@ def pass_options(config: SparseConfig) -> Options:
         roll=config.roll,
         dump_dir=Path(dump) if dump else None,
     )
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions that the model was made for, where its config says so."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def check_context(model: PreTrainedModel, config: SparseConfig) -> None:
-    """Raise ArgumentError when `max_context` goes beyond the model's own positions."""
-    limit = position_limit(model)
-    if config.max_context is not None and limit is not None and config.max_context > limit:
-        raise ArgumentError(
-            "max_context",
-            config.max_context,
-            f"the model has {limit} positions (config.max_position_embeddings)",
-            f"pass max_context={limit} or less",
-        )
 
 
 class EngineFactory:
@@ -124,16 +129,11 @@ class EngineFactory:
         check_fits(self.needs(rows, context), self.model.device, settings)
 
     def __call__(self, rows: int, context: int) -> Engine:
-        limit = position_limit(self.model)
-        page = self.config.page_size
-        if limit is not None and context > -(-limit // page) * page:
-            raise ArgumentError(
-                "max_new_tokens",
-                f"{context} tokens of prompt and continuation",
-                f"the model has {limit} positions (config.max_position_embeddings)",
-                "shorten the prompt or lower max_new_tokens",
-            )
         self.check_memory(rows, context)
+        with torch.inference_mode(False):  # an engine outlives the call that makes it
+            return self._make(rows, context)
+
+    def _make(self, rows: int, context: int) -> Engine:
         spec, device = self.kv_spec(), self.model.device
         pool = KVPool(spec, pool_pages(spec, context, rows), device)
         store_spec = self.store_spec(context)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparse_compile.config import SparseConfig
+from sparse_compile.freshness import ModelState, refuse_autocast
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
+from sparse_compile.limits import check_positions
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
 from sparse_compile.streaming import StreamItem
@@ -38,7 +40,7 @@ class CompiledModel:
     is called on the first generate, and again when a call needs more.
     """
 
-    __slots__ = ("__weakref__", "_keeper", "model", "program", "sparse_config")
+    __slots__ = ("__weakref__", "_keeper", "_state", "model", "program", "sparse_config")
 
     def __init__(
         self, model: Any, sparse_config: SparseConfig, program: Program, make_engine: MakeEngine
@@ -48,6 +50,7 @@ class CompiledModel:
             ("sparse_config", sparse_config),
             ("program", program),
             ("_keeper", SessionKeeper(make_engine, sparse_config)),
+            ("_state", ModelState(model)),
         ):
             object.__setattr__(self, name, value)
 
@@ -82,7 +85,8 @@ class CompiledModel:
 
         Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row
         ended early; or a `GenerateOutput` with return_dict_in_generate=True. Raises ValueError naming any
-        argument that is not supported, before any work is done.
+        argument that is not supported, before any work is done, and StaleModelError when the model has other
+        tensors, modules or settings than when it was compiled (new values in the same tensors are fine).
         """
         shown = self.sparse_config.progress if progress is None else progress
         call = self._prepare(
@@ -107,8 +111,11 @@ class CompiledModel:
         return run_stream(self._keeper, self._prepare(inputs, **kwargs))
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Call:
+        self._state.check()
+        refuse_autocast(self.device)
         call = prepare_call(self.model, *args, **kwargs)
         self._keeper.check(call.rows, call.context)
+        check_positions(self.model, call.longest_prompt, call.new_tokens)
         return call
 
     def report(self, contexts: tuple[int, ...] = DEFAULT_CONTEXTS) -> Report:
@@ -123,6 +130,8 @@ class CompiledModel:
         """
         from sparse_compile.validation import validate_program
 
+        self._state.check()
+        refuse_autocast(self.device)
         return validate_program(self.model, self.program, self._keeper.make_engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ class SparseConfig:
         meant exactly (0.1 is one tenth): float, str ("0.1", "1/8"), Decimal, Fraction or the int 1. 1 means
         dense.
     capture_loop: loop (counted from 0) that selects the keys; earlier loops are dense. Its upper limit is the
-        model's number of loops and is checked when a model is compiled (`check_loops`).
+        model's number of loops and is checked when a model is compiled.
     recapture_every: select anew every so many loops after the capture loop; None = select once.
     key_bucket: room for kept keys is reserved in multiples of this many keys.
     max_context: largest number of tokens (prompt + new) of one sequence; None = grow on demand.
@@ -127,20 +127,10 @@ def _check_retention(value: object) -> None:
         raise ArgumentError("key_retention", value, limit, remedy)
 
 
-def check_loops(config: SparseConfig, loops: int) -> None:
-    """Check the options that depend on the model's number of loops (the most calls of one layer per forward).
-
-    Raises ArgumentError if `capture_loop` names a loop that the model does not have, and warns if it is the
-    last
-    one: then no loop is left to run sparse.
+def warn_of_last_loop(config: SparseConfig, loops: int) -> None:
+    """Warn if `capture_loop` is the last loop of the model (the most calls of one layer per forward): then no
+    loop is left to run sparse. (A loop that the model does not have is refused by the schedule pass.)
     """
-    if config.capture_loop >= loops:
-        raise ArgumentError(
-            "capture_loop",
-            config.capture_loop,
-            f"must be at most {loops - 1}: the model's {loops} loop{'s' * (loops != 1)} are counted from 0",
-            f"pass capture_loop={max(0, min(1, loops - 2))}",
-        )
     if config.enabled and config.retention < 1 and config.capture_loop == loops - 1:
         remedy = f"; pass capture_loop={loops - 2} or lower" if loops > 1 else ""
         warnings.warn(

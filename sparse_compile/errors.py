@@ -32,5 +32,16 @@ class ArgumentError(SparseCompileError, ValueError):
         return limit_message(self.argument, self.value, self.limit, self.remedy)
 
 
+class StaleModelError(SparseCompileError, RuntimeError):
+    """The model was changed after it was compiled, in a way that its program does not follow."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(change)
+        self.change = change
+
+    def __str__(self) -> str:
+        return f"the model was changed after it was compiled: {self.change}; compile it again"
+
+
 class ValidationError(SparseCompileError, RuntimeError):
     """The compiled program disagrees with the model's own forward."""

@@ -46,9 +46,18 @@ class Call:
         return len(self.requests)
 
     @property
+    def longest_prompt(self) -> int:
+        return max(len(one.prompt) for one in self.requests)
+
+    @property
+    def new_tokens(self) -> int:
+        """The most new tokens of a row; all rows have the same limit."""
+        return max(one.params.max_new_tokens for one in self.requests)
+
+    @property
     def context(self) -> int:
         """Tokens of the longest sequence that the call may reach."""
-        return max(len(one.prompt) + one.params.max_new_tokens for one in self.requests)
+        return self.longest_prompt + self.new_tokens
 
     @property
     def most_tokens(self) -> int:
@@ -142,7 +151,7 @@ def _collect(
             for row, output in outputs:
                 rows[row].add(output, call.keep_scores, call.keep_logits)
                 if streamer is not None:
-                    streamer.put(torch.tensor([output.token]))
+                    streamer.put(torch.tensor([output.token], device="cpu"))
                 bar.advance(_not_coming(call, row, rows[row], output))
     finally:
         outputs.close()  # type: ignore[attr-defined]

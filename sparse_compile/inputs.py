@@ -87,18 +87,25 @@ def _read_ids(name: str, value: Any) -> torch.Tensor:
     if value is None:
         raise ArgumentError(name, None, "generate needs a prompt", remedy)
     try:
-        ids = torch.as_tensor(value)
+        ids = _as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ArgumentError(name, value, "is no rectangular array of token ids", remedy) from None
+    if ids.numel() == 0:
+        raise ArgumentError(
+            name, tuple(ids.shape), "must have shape [batch, tokens] and hold a token", remedy
+        )
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ArgumentError(name, ids.dtype, "must be integers", remedy)
     if ids.dim() == 1:
         ids = ids.unsqueeze(0)
-    if ids.dim() != 2 or ids.numel() == 0:
-        raise ArgumentError(
-            name, tuple(ids.shape), "must have shape [batch, tokens] and hold a token", remedy
-        )
+    if ids.dim() != 2:
+        raise ArgumentError(name, tuple(ids.shape), "must have shape [batch, tokens]", remedy)
     return ids.long()
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """A tensor as it is; anything else on the CPU. (`torch.as_tensor` would move both to a default device.)"""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def _check_tokens(row: int, tokens: list[int], vocab_size: int) -> None:
@@ -128,7 +135,7 @@ def read_mask(mask: Any, ids: torch.Tensor) -> torch.Tensor:
     is refused.
     """
     remedy = "pass a mask of 0 and 1 with the shape of input_ids"
-    mask = torch.as_tensor(mask)
+    mask = _as_tensor(mask)
     if mask.dim() == 1 and ids.shape[0] == 1:
         mask = mask.unsqueeze(0)
     if mask.dim() != 2:
@@ -160,7 +167,7 @@ def _read_types(types: Any, ids: torch.Tensor, prefix_lm: bool) -> torch.Tensor 
     if not prefix_lm:
         raise ArgumentError(
             "token_type_ids",
-            tuple(torch.as_tensor(types).shape),
+            tuple(_as_tensor(types).shape),
             "the model is no prefix-LM (config.prefix_lm is not true), so they would be ignored",
             "leave them out (tokenizer(..., return_token_type_ids=False))",
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import retained_count
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Reads:
 class Report:
     """Everything `inspect` shows. Sizes in bytes, times in seconds.
 
+    implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
     memory: bytes that the present engine holds by name, empty before the first generate.
     """
 
@@ -82,6 +84,7 @@ class Report:
     retention: dict[str, Any]
     dense_below: int
     implementation: str
+    implementation_option: str
     memory: dict[str, int]
 
     @property
@@ -108,6 +111,7 @@ class Report:
             "retention": self.retention,
             "dense_below": self.dense_below,
             "implementation": self.implementation,
+            "implementation_option": self.implementation_option,
             "memory": self.memory,
         }
 
@@ -140,7 +144,10 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
             "enabled": config.enabled,
         },
         dense_below=config.dense_below,
-        implementation=config.implementation,
+        implementation=resolve(
+            config.implementation, compiled.device.type, compiled.dtype, program.sites[0].head_dim
+        ),
+        implementation_option=config.implementation,
         memory=_memory(compiled.engine),
     )
 

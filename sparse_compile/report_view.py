@@ -22,7 +22,7 @@ def render(report: Report) -> Group:
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
-    parts += [_roll(report), _passes(report), Text(f"implementation: {report.implementation}")]
+    parts += [_roll(report), _passes(report), _implementation(report)]
     if report.memory:
         held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in report.memory.items())
         parts.append(Text(f"held by the engine: {held}"))
@@ -99,6 +99,11 @@ def _passes(report: Report) -> Text:
     return Text(
         "passes: " + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
     )
+
+
+def _implementation(report: Report) -> Text:
+    chosen = "" if report.implementation == report.implementation_option else " (auto)"
+    return Text(f"implementation: {report.implementation}{chosen}")
 
 
 def _bytes(size: float) -> str:

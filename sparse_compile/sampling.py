@@ -93,6 +93,8 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
     """Number of new tokens; fills in the settings' lengths, which count padding as in transformers."""
     settings, width = resolved.settings, prompts.width
+    for name in ("max_new_tokens", "min_new_tokens", "max_length", "min_length"):
+        _check_whole(name, getattr(settings, name, None))
     model._prepare_generated_length(
         generation_config=settings,
         has_default_max_length=not resolved.given_max_length,
@@ -103,6 +105,11 @@ def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
     )
     model._validate_generated_length(settings, width, not resolved.given_max_length)
     return int(settings.max_length) - width
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+        raise ArgumentError(name, value, "must be an integer", f"pass for example {name}=32")
 
 
 def build_params(

@@ -8,6 +8,7 @@ the batch.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ def row_seeds(seed: Any, prompts: int, copies: int) -> list[int]:
     """
     rows = prompts * copies
     if seed is None:
-        seed = int(torch.randint(_SEED_LIMIT - 1, (1,)).item())
-    if isinstance(seed, torch.Tensor):
+        seed = int(torch.randint(_SEED_LIMIT - 1, (1,), device="cpu").item())
+    if hasattr(seed, "tolist"):  # a tensor or a numpy array
         seed = seed.tolist()
     if not isinstance(seed, Sequence) or isinstance(seed, str | bytes):
         return [derived_seed(_checked(seed), row) for row in range(rows)]
@@ -51,9 +52,13 @@ def row_seeds(seed: Any, prompts: int, copies: int) -> list[int]:
 
 
 def _checked(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
+    try:
+        value = -1 if isinstance(seed, bool) else operator.index(seed)  # numpy integers come in too
+    except TypeError:
+        value = -1
+    if not 0 <= value < _SEED_LIMIT:
         raise ArgumentError("seed", seed, _LIMIT, "pass for example seed=0")
-    return seed
+    return value
 
 
 def make_generator(seed: int, device: torch.device) -> torch.Generator:

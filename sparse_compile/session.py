@@ -77,7 +77,8 @@ class Session:
 
     def _next(self, ids: set[str]) -> list[StepOutput]:
         """The outputs that wait for `ids`, after as many engine steps as it takes to have one."""
-        with self._lock, torch.no_grad():
+        # State outlives the call, so it must not be made of the inference tensors of a caller's inference mode.
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             while True:
                 found = [output for name in sorted(ids) for output in self._take(name)]
                 if found:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sparse_compile.errors import ValidationError
+from sparse_compile.limits import position_limit
 from sparse_compile.passes.attention import evaluation_mode
+from sparse_compile.passes.probe import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,16 +35,19 @@ class MakesEngine(Protocol):
     def __call__(self, rows: int, context: int) -> Engine: ...
 
 
-def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def own_logits(
+    model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own greedy continuation of `prompt [1, N]`: tokens `[NEW]` and raw logits `[NEW, vocab]`.
 
-    It goes through the model's own `generate`, so that its cache is part of what we compare with.
+    It goes through the model's own `generate`, so that its cache is part of what we compare with; whatever the
+    model's generation_config asks for (stop strings, penalties ...) stays out of it.
     """
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
         do_sample=False,
         num_beams=1,
         eos_token_id=None,
@@ -48,9 +55,24 @@ def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tens
         output_logits=True,
         return_dict_in_generate=True,
     )
-    with evaluation_mode(model):
+    with evaluation_mode(model), _plain_generation(model):
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits)
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the model has transformers' default generation settings: its own fill in what a call's
+    GenerationConfig leaves open.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def tolerance(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor, own: torch.Tensor) -> float:
@@ -69,7 +91,8 @@ def program_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> torc
     from sparse_compile.runtime.plan import Segment
 
     sequence, half = [*prompt, *tokens], len(prompt) // 2
-    steps = [(0, half), (half, len(prompt)), *((at, at + 1) for at in range(len(prompt), len(sequence) - 1))]
+    chunks = [(0, half), (half, len(prompt))] if half else [(0, len(prompt))]
+    steps = [*chunks, *((at, at + 1) for at in range(len(prompt), len(sequence) - 1))]
     pages = engine.pool.allocate(engine.pool.spec.pages_for(len(sequence)))
     try:
         rows = []
@@ -82,11 +105,19 @@ def program_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> torc
 
 
 def relative_error(ours: torch.Tensor, own: torch.Tensor) -> float:
-    """||ours - own|| / ||own||, in float64; infinite where ours is not finite and own is."""
+    """||ours - own|| / ||own|| over the finite logits, in float64; infinite unless the others are equal."""
     ours, own = ours.double(), own.double()
-    if not bool(ours.isfinite().all()):
-        return 0.0 if torch.equal(ours, own) else float("inf")
-    return float((ours - own).norm() / own.norm().clamp_min(1e-30))
+    finite = own.isfinite()
+    if not torch.equal(finite, ours.isfinite()) or not torch.equal(ours[~finite], own[~finite]):
+        return float("inf")  # a NaN equals nothing; a model may mask ids with -inf
+    return float((ours[finite] - own[finite]).norm() / own[finite].norm().clamp_min(1e-30))
+
+
+def _lengths(positions: int | None) -> tuple[int, int]:
+    """(prompt tokens, new tokens) of the comparison, fewer for a model of very few positions."""
+    new = NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - 1))
+    prompt = PROMPT_TOKENS if positions is None else max(1, min(PROMPT_TOKENS, positions - new))
+    return prompt, new
 
 
 def validate_program(model: PreTrainedModel, program: Program, make_engine: MakesEngine) -> float:
@@ -95,12 +126,13 @@ def validate_program(model: PreTrainedModel, program: Program, make_engine: Make
     Raises:
         ValidationError: the error is above the tolerance of the model's dtype.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    prompt_tokens, new_tokens = _lengths(position_limit(model))
+    vocabulary = vocabulary_size(model)
+    prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator, device="cpu")
     prompt = prompt.to(model.device)
-    tokens, own = own_logits(model, prompt)
-    engine = make_engine(1, PROMPT_TOKENS + NEW_TOKENS)
+    tokens, own = own_logits(model, prompt, new_tokens)
+    engine = make_engine(1, prompt_tokens + new_tokens)
     ours = program_logits(engine, prompt[0].tolist(), tokens.tolist())
     error, limit = relative_error(ours, own), tolerance(model, prompt, tokens, own)
     if not error <= limit:

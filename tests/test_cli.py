@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,3 +233,49 @@ def test_demo_fails_when_tokens_differ(fakes: Compiled, capsys: pytest.CaptureFi
     code, out, _ = run(capsys, "demo", "--max-new-tokens", "3", "--json")
     assert code == 1
     assert json.loads(out)["identical"] is False
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert code == 2
+    assert "inspect" in out + err
+    assert "error" not in err
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "mps"])
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    code, out, err = run(capsys, "inspect", "tiny:ouro", "--device", device, "--json")
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"error: --device {device}: ")
+    assert json.loads(out)["error"]["exit_code"] == 2
+
+
+def test_real_refusals_have_fields_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "inspect", "tiny:ouro", "--capture-loop", "9", "--no-validate", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"], error["argument"]) == (2, "ArgumentError", "capture_loop")
+    assert "below 4" in error["limit"]
+    assert "between 0 and 3" in error["remedy"]
+    code, out, _ = run(capsys, "inspect", "tiny:ouro", "--implementation", "triton", "--dtype", "float64", "--json")
+    assert (code, json.loads(out)["error"]["argument"]) == (2, "implementation")
+
+    tiny_llama().save_pretrained(tmp_path)
+    for command in (("inspect",), ("generate", "--prompt-ids", "1,2"), ("check", "--program")):
+        code, out, err = run(capsys, command[0], str(tmp_path), *command[1:], "--json")
+        assert (code, json.loads(out)["error"]["type"]) == (3, "UnsupportedModel")
+        assert "not a looped model" in err.splitlines()[-1]
+
+
+def test_damaged_files_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from sparse_compile.models import tiny_model
+
+    tiny_model("ouro").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:20] + b"\xff" + whole[21:], b""):
+        weights.write_bytes(damaged)
+        for command in ("inspect", "check"):
+            code, out, err = run(capsys, command, str(tmp_path), "--json")
+            assert code == 2
+            assert json.loads(out)["error"]["type"] == "CheckpointError"
+            assert str(tmp_path) in err.splitlines()[-1]

@@ -275,6 +275,68 @@ def test_a_callback_may_abort(victim: str, where: str) -> None:
         assert engine.metrics("b").new_tokens == len(outputs["b"])
 
 
+def interrupt(ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    if ids.shape[1] > 4:
+        raise KeyboardInterrupt
+    return torch.zeros(1, 24) if scores is None else scores
+
+
+@pytest.mark.parametrize("where", ["processor", "stop", "executor"])
+def test_an_interrupt_ends_what_it_swallowed_and_nothing_else(where: str) -> None:
+    engine, executor = make_engine()
+    before = engine.add_request(PROMPTS[1], greedy(9))
+    rules = {"processor": interrupt, "stop": lambda ids, scores: interrupt(ids, scores) is None}
+    hit = engine.add_request(PROMPTS[0], greedy(9, **({} if where == "executor" else {where: rules[where]})))
+    after = engine.add_request(PROMPTS[2], greedy(9))
+    outputs: dict[str, list[int]] = {before: [], hit: [], after: []}
+    errors: dict[str, str] = {}
+    interrupts = steps = 0
+    while engine.has_unfinished():
+        steps += 1
+        if where == "executor" and steps == 3:
+            executor.fault = ("after", KeyboardInterrupt())  # type: ignore[assignment]
+        try:
+            for output in engine.step():
+                if output.error is not None:
+                    errors[output.request_id] = str(output.error)
+                else:
+                    outputs[output.request_id].append(output.token)
+        except KeyboardInterrupt:
+            interrupts += 1
+        engine.check_integrity()
+    assert interrupts == 1
+    for name, prompt in ((before, PROMPTS[1]), (hit, PROMPTS[0]), (after, PROMPTS[2])):
+        want = oracle(prompt, 9, True)
+        assert outputs[name] == want[: len(outputs[name])]
+        assert len(outputs[name]) == 9 or "interrupted by KeyboardInterrupt" in errors[name]
+    assert (hit in errors) is (where != "executor")  # nothing was computed yet: that step is simply run again
+    assert (before in errors) is (where == "processor")  # a stop rule comes after the tokens before it
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(1, 3), torch.zeros(1, 24, dtype=torch.long)])
+def test_a_processor_must_return_scores(result: object) -> None:
+    engine, _ = make_engine()
+    bad = engine.add_request(PROMPTS[0], greedy(3, processor=lambda ids, scores: result))
+    good = engine.add_request(PROMPTS[1], greedy(3))
+    outputs = run_all(engine)
+    assert "must return scores of shape (1, 24)" in str(outputs[bad][0].error)
+    assert tokens_of(outputs[good]) == oracle(PROMPTS[1], 3, True)
+
+
+def test_a_step_within_a_step_is_refused() -> None:
+    engine, _ = make_engine()
+
+    def step(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.step()
+        return scores
+
+    bad = engine.add_request(PROMPTS[0], greedy(3, processor=step))
+    good = engine.add_request(PROMPTS[1], greedy(3))
+    outputs = run_all(engine)
+    assert "must not generate" in str(outputs[bad][0].error)
+    assert tokens_of(outputs[good]) == oracle(PROMPTS[1], 3, True)
+
+
 def test_finished_requests_leave_nothing_behind() -> None:
     engine, _ = make_engine()
     generate(engine, PROMPTS)

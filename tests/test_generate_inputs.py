@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,10 @@ def test_without_a_mask_pad_tokens_are_hidden_as_in_transformers() -> None:
         (torch.zeros(2, 0, dtype=torch.long), None, "hold a token"),
         (IDS[None], None, "shape"),
         ([[1, 2], [3]], None, "rectangular"),
+        ([], None, "hold a token"),
+        ([[]], None, "hold a token"),
+        ([1.5], None, "must be integers"),
+        ([2**40], None, "must lie in 0 .. 63"),
         ("text", None, "no rectangular array"),
         (torch.tensor([[5, 64]]), None, r"input_ids\[0\]=64: must lie in 0 .. 63"),
         (torch.tensor([[-1, 5]]), None, "must lie in"),
@@ -131,6 +136,8 @@ def test_seeds() -> None:
     assert row_seeds([1, 2], 2, 1) == [1, 2]
     assert row_seeds([1, 2], 2, 2) == [1, derived_seed(1, 1), 2, derived_seed(2, 1)]
     assert row_seeds(torch.tensor([1, 2, 3, 4]), 2, 2) == [1, 2, 3, 4]
+    assert row_seeds(np.array([1, 2, 3, 4]), 2, 2) == [1, 2, 3, 4]
+    assert row_seeds(np.int64(7), 2, 1) == row_seeds(np.array(7), 2, 1) == row_seeds(7, 2, 1)
     # The documented rule, fixed for ever: the same seed gives the same text in every version.
     assert derived_seed(0, 1) == 6185755449877172859
     torch.manual_seed(3)

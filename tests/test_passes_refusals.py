@@ -203,3 +203,128 @@ def test_masks_are_read_by_meaning() -> None:
     assert read_mask_tensor(torch.zeros(1, 1, 11, 11).masked_fill(~causal, float("-inf"))) == 0
     assert read_mask_tensor(causal & ~causal.tril(-3)) == 3
     assert read_mask_tensor(~causal) is None
+
+
+def test_one_layer_with_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("ouro")
+    run_layers = type(model.model).run_layers
+
+    def windowed(self: nn.Module, hidden: torch.Tensor, loop: int, **kwargs: object) -> torch.Tensor:
+        window = {"sliding_window": 1000} if loop == 1 else {}  # wider than any prompt that is compared
+        return run_layers(self, hidden, loop, **kwargs, **window)
+
+    monkeypatch.setattr(type(model.model), "run_layers", windowed)
+    error = refusal(model)
+    assert error.module == "model.layers.0.self_attn"
+    assert "one window in all its loops" in error.reason
+
+
+def test_a_window_that_may_hide_in_a_mask_of_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_compile.models.ouro import modeling_ouro
+
+    def own_mask(inputs_embeds: torch.Tensor, **_: object) -> torch.Tensor:
+        n = inputs_embeds.shape[1]
+        return torch.ones(1, 1, n, n, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(modeling_ouro, "create_causal_mask", own_mask)
+    model = tiny_model("ouro")
+    build_program(model, OPTIONS)
+    model.config.sliding_window = 1000
+    assert "sliding_window=1000 may be in it" in refusal(model).reason
+
+
+def test_weights_that_are_not_there() -> None:
+    model = tiny_model("ouro")
+    model.model.layers[1].to("meta")
+    assert "meta device" in refusal(model).reason
+
+
+def test_dtypes() -> None:
+    assert "float8_e4m3fn" in refusal(tiny_model("ouro").to(torch.float8_e4m3fn)).reason
+    model = tiny_model("ouro")
+    model.model.layers[1].to(torch.bfloat16)
+    assert "dtype" in refusal(model).reason
+
+
+def test_attention_in_another_dtype_than_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_compile.models.ouro import layers
+
+    rotary = layers.apply_rotary
+    monkeypatch.setattr(layers, "apply_rotary", lambda *args: tuple(x.double() for x in rotary(*args)))
+    monkeypatch.setattr(layers.OuroAttention, "forward", _attend_in_double)
+    assert "one KV pool serves one dtype" in refusal(tiny_model("ouro")).reason
+
+
+def _attend_in_double(
+    self: nn.Module, hidden_states: torch.Tensor, **kwargs: object
+) -> tuple[torch.Tensor, None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (
+        project(hidden_states).view(shape).transpose(1, 2).double()
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    out, _ = attend(self, q, k, v, kwargs["attention_mask"], scaling=self.scaling)
+    return self.o_proj(out.to(hidden_states.dtype).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def test_a_model_without_logits() -> None:
+    assert "no language-model head" in refusal(tiny_model("ouro").model).reason
+
+
+def test_damaged_weights_are_named_as_such() -> None:
+    model = tiny_model("ouro")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    error = refusal(model)
+    assert error.module == "model.layers.1.mlp.up_proj"
+    assert "NaN in its weight" in error.reason
+
+
+def test_a_model_that_cannot_be_run_on_a_few_tokens() -> None:
+    model = tiny_model("ouro")
+    model.lm_head = nn.Linear(7, 5)
+    assert "failed on" in refusal(model).reason
+
+
+class _Embedding(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids)
+
+
+def test_a_wrapped_embedding_is_compiled() -> None:
+    model = tiny_model("ouro")
+    model.model.embed_tokens = _Embedding(model.model.embed_tokens)
+    assert build_program(model, OPTIONS).rolled
+
+
+def test_positions_of_the_whole_batch_in_a_rotary_embedding() -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0, 3.0, 7.0, 5.0],
+        "original_max_position_embeddings": 30,
+    }
+    error = refusal(tiny_model("ouro", rope_parameters=longrope))
+    assert error.module == "model.rotary_emb"
+    assert "neighbours" in error.reason
+    assert (
+        "torch.export"
+        in refusal(
+            tiny_model("ouro", rope_parameters={**longrope, "rope_type": "dynamic", "factor": 2.0})
+        ).reason
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_rotary_embeddings_of_fixed_frequencies_are_compiled(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert build_program(tiny_model("ouro", rope_parameters=rope), OPTIONS).rolled

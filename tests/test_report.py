@@ -78,7 +78,8 @@ def test_json_shape() -> None:
     assert set(value["reads"][0]) == {"context", "dense_bytes", "sparse_bytes", "ratio"}
     assert value["passes"] == [{"name": "trace", "seconds": 0.5, "counters": {"nodes": 3}}]
     assert value["retention"]["fraction"] == "1/4"
-    assert value["implementation"] == "auto"
+    assert value["implementation"] == "batched"
+    assert value["implementation_option"] == "auto"
     assert value["memory"] == {}
 
 

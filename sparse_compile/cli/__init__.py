@@ -48,6 +48,8 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="sparse-compile", standalone_mode=False)
     except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is out already
+            return USAGE
         return report_error(error, as_json="--json" in arguments, code=USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -115,7 +115,8 @@ def load(name: str, dtype: str, device: str) -> Any:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             place = torch.device(device)
-        except RuntimeError as error:
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
         if name.startswith("tiny:") and place.type == "cpu":
             torch.set_num_threads(1)  # operations this small are slower when they are shared out

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -84,7 +85,7 @@ def load_with_info(
             output_loading_info=True,
             **options,
         )
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot load {name!r} as a causal language model: "
             f"{error}"

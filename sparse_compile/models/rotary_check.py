@@ -86,5 +86,5 @@ def expected_frequencies(config: Any, layer_type: str | None = None) -> tuple[Te
     theta = parameters["rope_theta"]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size
     return float(theta) ** -exponents, f"{theta:g} ** (-2i / {size})"

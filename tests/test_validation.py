@@ -1,0 +1,115 @@
+"""The comparison before use: it must not depend on the model's habits, and must fit the smallest models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_compile import ArgumentError, sparse_compile
+from sparse_compile.models import tiny_model
+from sparse_compile.validation import relative_error
+
+PROMPT = torch.tensor([[5, 77, 130, 9]])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("stop_strings", ["x"]),
+        ("num_return_sequences", 2),
+        ("penalty_alpha", 0.5),
+        ("repetition_penalty", 1.5),
+        ("max_time", 0.0),
+    ],
+)
+def test_the_models_generation_settings_stay_out_of_it(setting: str, value: Any) -> None:
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    setattr(model.generation_config, setting, value)
+    own = model.generation_config
+    assert sparse_compile(model).validate() < 1e-5
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("positions", [2, 5, 8])
+def test_models_of_few_positions(positions: int) -> None:
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3, max_position_embeddings=positions)
+    compiled = sparse_compile(model, key_retention=1, page_size=128)
+    own = model.generate(PROMPT[:, :1], max_new_tokens=positions - 1, do_sample=False)
+    assert torch.equal(compiled.generate(PROMPT[:, :1], max_new_tokens=positions - 1), own)
+    with pytest.raises(
+        ArgumentError, match=rf"max_new_tokens={positions}: .*1 prompt tokens .* {positions} positions"
+    ):
+        compiled.generate(PROMPT[:, :1], max_new_tokens=positions)
+    with pytest.raises(ArgumentError, match="positions"):
+        compiled.stream(
+            PROMPT[:, :1], max_new_tokens=positions
+        )  # at once, before the first item is asked for
+
+
+def test_masked_logits_are_compared_too() -> None:
+    one = torch.tensor([[1.0, -torch.inf, 3.0]])
+    assert relative_error(one, one) == 0
+    assert 0 < relative_error(one + torch.tensor([1e-6, 0, 0]), one) < 1e-5
+    assert relative_error(torch.tensor([[1.0, 2.0, 3.0]]), one) == float("inf")
+    assert relative_error(one, torch.tensor([[1.0, 2.0, 3.0]])) == float("inf")
+    assert relative_error(torch.full((1, 3), torch.nan), torch.full((1, 3), torch.nan)) == float("inf")
+
+
+@pytest.mark.parametrize("value", [1.5, "5", True])
+def test_lengths_are_whole_numbers(value: object) -> None:
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    compiled = sparse_compile(model, validate=False)
+    with pytest.raises((ArgumentError, TypeError), match=r"max_new_tokens=|not supported between"):
+        compiled.generate(PROMPT, max_new_tokens=value)
+    assert compiled.engine is None
+
+
+def test_implementation_is_what_runs_and_a_missing_one_is_refused() -> None:
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    report = sparse_compile(model, validate=False).report().to_dict()
+    assert (report["implementation"], report["implementation_option"]) == ("batched", "auto")
+    report = sparse_compile(model, validate=False, implementation="reference").report().to_dict()
+    assert (report["implementation"], report["implementation_option"]) == ("reference", "reference")
+    with pytest.raises(ArgumentError, match="implementation='triton'") as caught:
+        sparse_compile(model.double(), validate=False, implementation="triton")
+    assert "no kernels for torch.float64" in caught.value.limit
+    assert caught.value.remedy == "pass implementation='auto'"
+
+
+def test_capture_loop_beyond_the_model_is_an_argument_error() -> None:
+    with pytest.raises(ArgumentError, match=r"capture_loop=9: must be below 3") as caught:
+        sparse_compile(tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3), capture_loop=9)
+    assert caught.value.argument == "capture_loop"
+    assert caught.value.value == 9
+    assert "between 0 and 2" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "over"),
+    [
+        ("ouro", {"key_retention": "1/3", "dense_below": 9}, {"num_key_value_heads": 2, "head_dim": 12}),
+        ("dory", {"key_retention": 0.07, "capture_loop": 0}, {"sliding_window": 5}),
+        ("hrm-text", {"recapture_every": 2}, {"H_cycles": 2, "L_cycles": 3}),
+    ],
+)
+def test_reported_reads_are_those_of_a_count_by_hand(
+    name: str, options: dict[str, Any], over: dict[str, Any]
+) -> None:
+    import math
+    from fractions import Fraction
+
+    compiled = sparse_compile(tiny_model(name, **over), validate=False, **options)
+    retention = Fraction(str(options.get("key_retention", 0.1)))
+    for context in (1, 4, 8, 9, 70):
+        dense = sparse = 0
+        for site in compiled.program.sites:
+            key = 2 * site.head_dim * 4  # bytes of one key and one value of one head in float32
+            whole = site.kv_heads * key * (min(context, site.window) if site.window else context)
+            kept = site.heads * key * max(1, math.ceil(context * retention))
+            dense += whole
+            small = site.kind == "consume" and context >= options.get("dense_below", 0)
+            sparse += min(whole, kept) if small else whole
+        (found,) = compiled.report((context,)).to_dict()["reads"]
+        assert (found["dense_bytes"], found["sparse_bytes"]) == (dense, sparse)
