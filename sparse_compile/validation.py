@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -34,9 +35,14 @@ class MakesEngine(Protocol):
 def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own greedy continuation of `prompt [1, N]`: tokens `[NEW]` and raw logits `[NEW, vocab]`.
 
-    It goes through the model's own `generate`, so that its cache is part of what we compare with.
+    It goes through the model's own `generate`, so that its cache is part of what we compare with. Code written for an
+    older transformers takes its cache under another name than `generate` passes, so it loses it or fails: there the
+    plain forward, without a cache, is what the model says.
     """
     from transformers import GenerationConfig
+
+    if "cache" not in inspect.signature(model.forward).parameters:
+        return _uncached_logits(model, prompt)
 
     settings = GenerationConfig(
         max_new_tokens=NEW_TOKENS,
@@ -48,9 +54,33 @@ def own_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tens
         output_logits=True,
         return_dict_in_generate=True,
     )
-    with evaluation_mode(model):
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    try:
+        with evaluation_mode(model):
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    except Exception as error:
+        raise _generate_failed(model, error) from error
     return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits)
+
+
+def _generate_failed(model: PreTrainedModel, error: Exception) -> ValidationError:
+    import transformers
+
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return ValidationError(
+        f"the compiled program cannot be compared: {type(model).__name__}'s own generate failed under the installed "
+        f"transformers {transformers.__version__} with {type(error).__name__}: {first}. "
+        "Use code of the model that generates by itself, or pass validate=False."
+    )
+
+
+def _uncached_logits(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by one whole forward per token."""
+    sequence, rows = prompt, []
+    with evaluation_mode(model):
+        for _ in range(NEW_TOKENS):
+            rows.append(model(input_ids=sequence, use_cache=False).logits[:, -1])
+            sequence = torch.cat([sequence, rows[-1].argmax(-1, keepdim=True)], dim=1)
+    return sequence[0, prompt.shape[1] :], torch.cat(rows)
 
 
 def tolerance(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor, own: torch.Tensor) -> float:
@@ -89,11 +119,30 @@ def relative_error(ours: torch.Tensor, own: torch.Tensor) -> float:
     return float((ours - own).norm() / own.norm().clamp_min(1e-30))
 
 
+def check_rotary(model: PreTrainedModel) -> None:
+    """Refuse a model whose rotary frequencies are not those of its configuration, as a faulty load leaves them.
+
+    They are in no checkpoint, and the model's own forward is wrong in the same way, so nothing else would show it.
+
+    Raises:
+        ValidationError: names the first such buffer.
+    """
+    from sparse_compile.models.rotary_check import check_rotary_buffers
+
+    damaged = [check for check in check_rotary_buffers(model)[0] if check.damaged]
+    if damaged:
+        raise ValidationError(
+            f"{damaged[0].name} of {type(model).__name__} is {damaged[0].reason}, its configuration's formula: the "
+            "model was loaded wrongly. Load it again (sparse_compile.models.load_model), or pass validate=False if "
+            "it is meant to differ."
+        )
+
+
 def validate_program(model: PreTrainedModel, program: Program, make_engine: MakesEngine) -> float:
     """Run a short random prompt both ways and return the relative error of the logits.
 
     Raises:
-        ValidationError: the error is above the tolerance of the model's dtype.
+        ValidationError: the error is above the tolerance of the model's dtype, or the model cannot generate.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
