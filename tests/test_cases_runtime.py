@@ -250,3 +250,19 @@ def test_a34_two_requests_that_each_need_most_of_the_pool(ouro: Any) -> None:
         assert [o.token for o in outputs[name]] == SparseOracle(ouro.model, 0.3).generate(row, 11)
     assert sum(plan.rows for plan in plans) == 20 + 10 + 17 + 10
     engine.check_integrity()
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    """The pools belong to no mode: an engine that is made inside of it serves calls outside of it, and back."""
+    compiled = sparse_compile(tiny_model("ouro"), key_retention=0.3)
+    rows = left_padded(prompts(3, 6))
+    with torch.inference_mode():
+        first = compiled.generate(**rows, max_new_tokens=4)
+    assert torch.equal(compiled.generate(**rows, max_new_tokens=4), first)
+    with torch.inference_mode():
+        stream = compiled.stream(**rows, max_new_tokens=4)
+        next(stream)
+        assert torch.equal(compiled.generate(**rows, max_new_tokens=4), first)
+    stream.close()
+    assert torch.equal(compiled.generate(**rows, max_new_tokens=4), first)
+    compiled.engine.check_integrity()
