@@ -27,6 +27,7 @@ from sparse_compile.models import tiny_model
 SHAPES = int(os.environ.get("SPARSE_COMPILE_LAW_SHAPES", 6))
 HEADS = ((2, 2), (4, 4), (3, 1), (4, 2), (5, 1), (6, 2))  # (query heads, KV heads)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+CLOSE_TO_TRANSFORMERS = {"rtol": 1e-6, "atol": 1e-6}  # its generate rounds logits to float32
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Shape:
             "key_retention": chance.choice((0.05, 0.1, 0.3, 0.5, 0.77)),
             "capture_loop": chance.randint(0, loops - 2),
             "recapture_every": chance.choice((None, None, 2, 3)),
-            "implementation": chance.choice(("batched", "batched", "reference")),
-            "roll": chance.random() < 0.8,
+            "implementation": "reference" if number % 3 == 2 else "batched",
+            "roll": number % 4 != 3,
         }
         return Shape(name, model, options)
 
@@ -100,12 +101,13 @@ class Looped:
         program = self.compiled.program
         return CompiledModel(self.model, config, program, EngineFactory(self.model, config, program))
 
-    def oracle(self, prompt: list[int], new: int) -> list[int]:
+    def oracle(self, prompt: list[int], new: int) -> tuple[list[list[int]], torch.Tensor]:
         options = self.shape.options
         oracle = SparseOracle(
             self.model, options["key_retention"], options["capture_loop"], options["recapture_every"]
         )
-        return oracle.generate(prompt, new)
+        tokens = oracle.generate(prompt, new)
+        return [tokens], torch.stack(oracle.logits)[None]
 
 
 @pytest.fixture(scope="module", params=range(SHAPES), ids=lambda number: f"shape {number}")
@@ -161,7 +163,8 @@ def run(compiled: Any, inputs: dict[str, torch.Tensor], new: int) -> tuple[list[
 def assert_same(
     ours: tuple[list[list[int]], torch.Tensor], theirs: tuple[list[list[int]], torch.Tensor]
 ) -> None:
-    torch.testing.assert_close(ours[1], theirs[1], **CLOSE)
+    close = CLOSE if theirs[1].dtype == torch.float64 else CLOSE_TO_TRANSFORMERS
+    torch.testing.assert_close(ours[1].to(theirs[1].dtype), theirs[1], **close)
     assert ours[0] == theirs[0]
 
 
@@ -170,8 +173,9 @@ def assert_same(
 def test_sparse_is_the_written_arithmetic(
     looped: Looped, rows: list[list[int]], new: int, runtime: dict[str, Any]
 ) -> None:
-    tokens, _ = run(looped.with_runtime(**runtime), padded(rows), new)
-    assert tokens == [looped.oracle(row, new) for row in rows]
+    tokens, logits = run(looped.with_runtime(**runtime), padded(rows), new)
+    for place, row in enumerate(rows):
+        assert_same(([tokens[place]], logits[place : place + 1]), looped.oracle(row, new))
 
 
 @few
@@ -227,7 +231,7 @@ def test_short_rows_run_dense_as_transformers(
 ) -> None:
     """The dense half of a sparse program, forced by `dense_below`."""
     dense = looped.with_runtime(**runtime, dense_below=1000)
-    assert run(dense, padded([row]), new)[0] == run(looped.model, padded([row]), new)[0]
+    assert_same(run(dense, padded([row]), new), run(looped.model, padded([row]), new))
 
 
 def test_full_retention_is_dense(looped: Looped) -> None:
@@ -237,8 +241,9 @@ def test_full_retention_is_dense(looped: Looped) -> None:
     ours = run(full, padded(rows), 7)
     assert {site.kind for site in full.program.sites} == {"dense"}
     assert_same(ours, run(dense, padded(rows), 7))
-    for tokens, row in zip(ours[0], rows, strict=True):
-        assert run(looped.model, padded([row]), 7)[0] == [tokens]
+    for place, row in enumerate(rows):
+        own = run(looped.model, padded([row]), 7)
+        assert_same(([ours[0][place]], ours[1][place : place + 1]), own)
 
 
 def test_the_schedule_is_that_of_the_oracle(looped: Looped) -> None:

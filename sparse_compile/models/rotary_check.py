@@ -29,20 +29,9 @@ class BufferCheck:
     dtype: str
     largest_relative_error: float | None
     reason: str
-    rope_type: str = "default"
-
-    @property
-    def damaged(self) -> bool:
-        """Wrong beyond the rounding of the buffer's own dtype: left uninitialised, or of other settings.
-
-        Rope types that change their frequencies while they run are only required to be finite.
-        """
-        if self.largest_relative_error is None:
-            return self.rope_type == "default"
-        if not math.isfinite(self.largest_relative_error):
-            return True
-        limit = max(RELATIVE_TOLERANCE, torch.finfo(getattr(torch, self.dtype)).eps)
-        return self.rope_type == "default" and self.largest_relative_error > limit
+    # Wrong beyond the rounding of the buffer's own dtype: left uninitialised, or of other settings. Rope types that
+    # change their frequencies while they run are only required to be finite.
+    damaged: bool = False
 
 
 def check_rotary_buffers(model: nn.Module) -> tuple[tuple[BufferCheck, ...], tuple[str, ...]]:
@@ -75,13 +64,23 @@ def _check(name: str, buffer: Tensor, config: Any, layer_type: str | None) -> Bu
     kind = _parameters(config, layer_type)["rope_type"]
     if expected.shape != buffer.shape:
         shapes = f"shape {tuple(buffer.shape)}, expected {tuple(expected.shape)}"
-        return BufferCheck(name, False, dtype, None, f"{shapes} from {formula}", kind)
+        return BufferCheck(name, False, dtype, None, f"{shapes} from {formula}", damaged=kind == "default")
     actual = buffer.detach().cpu().double()
     error = float(((actual - expected.double()).abs() / expected.double().abs()).max())
     if not error <= RELATIVE_TOLERANCE:  # also true for nan
         reason = f"off by {error:.3g} (relative) from {formula}"
-        return BufferCheck(name, False, dtype, error, reason, kind)
-    return BufferCheck(name, True, dtype, error, formula, kind)
+        damaged = not (
+            _is_rounded(buffer, actual, expected.double()) if kind == "default" else math.isfinite(error)
+        )
+        return BufferCheck(name, False, dtype, error, reason, damaged)
+    return BufferCheck(name, True, dtype, error, formula)
+
+
+def _is_rounded(buffer: Tensor, actual: Tensor, expected: Tensor) -> bool:
+    """Whether `actual` is `expected` in the buffer's dtype, whose smallest numbers are coarser than its eps."""
+    info = torch.finfo(buffer.dtype)
+    slack = max(RELATIVE_TOLERANCE, info.eps) * expected.abs() + info.smallest_normal * info.eps
+    return bool(((actual - expected).abs() <= slack).all())
 
 
 def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
