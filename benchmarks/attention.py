@@ -218,7 +218,8 @@ def run_point(point: Point) -> dict[str, Any]:
     print(
         f"{point.rows:4d} x {point.context:6d}  dense {times['dense']:9.1f} us {row['dense_gbps']:7.0f} GB/s  "
         f"best {best:9.1f} ({name})  dense/best {times['dense'] / best:5.3f}  "
-        f"capture/dense {times['capture'] / times['dense']:5.3f}  consume/dense {times['consume'] / times['dense']:6.4f}  "
+        f"capture/dense {times['capture'] / times['dense']:5.3f}  "
+        f"consume/dense {times['consume'] / times['dense']:6.4f}  "
         f"loops_ratio {row['loops_ratio']:.3f}",
         flush=True,
     )

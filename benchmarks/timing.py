@@ -1,4 +1,4 @@
-"""How every benchmark times: CUDA graphs of several calls over rotating buffers, median of replays, conditions first."""
+"""How every benchmark times: CUDA graphs of calls over rotating buffers, median of replays, conditions first."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def choose(name: str, attention: Attention) -> Implementation:
     """The implementation that serves a call, by `resolve`."""
     chosen = resolve(name, attention.q.device.type, attention.q.dtype, attention.head_dim)
     if chosen == "triton":
-        return importlib.import_module(".triton_backend", __package__)  # type: ignore[return-value]
+        return importlib.import_module(".triton_backend", __package__)
     return reference if chosen == "reference" else batched
 
 

@@ -156,7 +156,8 @@ def attention_kernel(
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr,
+    MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
     MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.

@@ -89,8 +89,8 @@ def _arrivals(device: torch.device, lines: int) -> Tensor:
     """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
 
     One set per device, so calls on one device must follow each other, as they do on one stream. Buffers that were
-    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the zeros
-    would only be written when it is replayed.
+    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
+    zeros would only be written when it is replayed.
     """
     buffers = _arrival_counters.setdefault(device, [])
     if not buffers or buffers[-1].shape[0] < lines:
@@ -144,6 +144,8 @@ def _attend(
     captures = captures or mode == MODE_CAPTURE.value
     scratch = Scratch(a, tiles, keeps_scores=captures)
     fuse = a.query_rows == 1
+    if a.k is None or a.v is None:
+        raise ValueError("the Triton implementation writes the rows' keys and values itself: give it k and v")
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if not fuse:
         _write(a, k, v)
@@ -163,7 +165,8 @@ def _attend(
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
-        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block, BD=scratch.width,
+        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block,
+        BD=scratch.width,
         STAGES=_stages(tiles, a, grid[0] * grid[1] * grid[2]), KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
         SLOTS=scratch.units, num_warps=tiles.warps,

@@ -62,8 +62,8 @@ def find_threshold(scores_row, length, keep, key, IN_REGISTERS: tl.constexpr, NB
     """(threshold, reached): the highest threshold that at least `keep` scores reach, and how many do.
 
     A bracket [low, high) with count(low) >= keep > count(high) shrinks by interpolation between the logarithms of the
-    two counts; the end that stays twice in a row loses half its weight (the Illinois rule), and every eighth turn halves
-    the integers in between, so that it always ends. It stops early where exactly `keep` scores reach.
+    two counts; the end that stays twice in a row loses half its weight (the Illinois rule), and every eighth turn
+    halves the integers in between, so that it always ends. It stops early where exactly `keep` scores reach.
     """
     low, top = bounds(scores_row, length, key, IN_REGISTERS, NB)
     high = top + 1

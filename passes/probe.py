@@ -223,7 +223,7 @@ def probe(model: nn.Module) -> Probe:
 
     Raises:
         UnsupportedModel: a module other than attention mixes tokens; attention that is not causal; no attention call
-            reached transformers' attention interface.
+            reached transformers' attention interface; the model itself fails.
     """
     tokens = _token_count(model)
     recorder = _Recorder(model, tokens)
@@ -254,21 +254,43 @@ def probe(model: nn.Module) -> Probe:
     try:
         with evaluation_mode(model), attention_override(model, recorder.attention, recorder.mask):
             model(input_ids=ids, use_cache=False)
-    except UnsupportedModel:
+    except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise UnsupportedModel(
-            f"{type(model).__name__} failed on {tokens} tokens without a cache: {type(error).__name__}: {first}"
-        ) from error
+        raise _does_not_run(model, error) from error
     finally:
         for handle in handles:
             handle.remove()
+    if not recorder.result.mixing:
+        raise _no_attention(model, culprits)
     if culprits:
         _refuse_mixing(model, culprits[0])
-    if not recorder.result.mixing:
-        raise UnsupportedModel(
-            "no attention call reached transformers' attention interface; the model must call its attention through "
-            "ALL_ATTENTION_FUNCTIONS."
-        )
     return recorder.result
+
+
+def _described(model: nn.Module, path: str) -> str:
+    return f"{path} ({type(model.get_submodule(path)).__name__})"
+
+
+def _no_attention(model: nn.Module, culprits: list[str]) -> UnsupportedModel:
+    """The refusal of a model that attends, or mixes tokens in another way, on its own."""
+    import transformers
+
+    instead = f" ({_described(model, culprits[0])} mixes tokens by itself)" if culprits else ""
+    return UnsupportedModel(
+        f"no attention call of {type(model).__name__} reached the attention interface of the installed transformers "
+        f"{transformers.__version__}{instead}; use code of the model that calls its attention through "
+        "ALL_ATTENTION_FUNCTIONS, as the models of that version do.",
+        culprits[0] if culprits else "",
+    )
+
+
+def _does_not_run(model: nn.Module, error: Exception) -> UnsupportedModel:
+    """The refusal of a model whose forward raises, as code for another transformers does."""
+    import transformers
+
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return UnsupportedModel(
+        f"a trial run of {type(model).__name__} on a short prompt failed with {type(error).__name__}: {first}; use "
+        f"code of the model that runs under the installed transformers {transformers.__version__}."
+    )

@@ -77,9 +77,15 @@ class Scheduler:
         """Admits who can be admitted and shares out the rows of a step, in the order of admission.
 
         A prefix that must be prefilled whole goes first, or decode rows could keep it out for ever; then one
-        row per decoding request; then chunks of prompts.
+        row per decoding request; then chunks of prompts. Raises RuntimeError when nobody runs and nobody can be
+        admitted, which a step later would not change.
         """
         self._admit()
+        if self.waiting and not self.running:
+            raise RuntimeError(
+                f"{len(self.waiting)} requests wait and none runs, with {self.pool.free_pages} of "
+                f"{self.pool.usable_pages} pages free: pages or slots were lost; make a new engine"
+            )
         left = self.options.max_rows
         shares: dict[str, int] = {}
         for wants in (self._whole_prefix, self._decode_row, self._prompt_chunk):

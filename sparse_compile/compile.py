@@ -32,7 +32,7 @@ from sparse_compile.runtime.memory import (
 )
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.store_spec import StoreSpec
-from sparse_compile.validation import validate_program
+from sparse_compile.validation import check_rotary, validate_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +46,14 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     Raises:
         UnsupportedModel: the model cannot be compiled; one sentence that names the module.
         ArgumentError: an option that does not fit this model or this machine.
-        ValidationError: the compiled program disagrees with the model (off-switch: validate=False).
+        ValidationError: the model's rotary frequencies are damaged, or the compiled program disagrees with the model
+            (off-switch: validate=False).
     """
     check_model(model)
     refuse_autocast(model.device)
     check_context(model, config)
+    if config.validate:
+        check_rotary(model)
     try:
         program = build_program(model, pass_options(config))
     except OptionError as error:

@@ -77,8 +77,7 @@ class Session:
 
     def _next(self, ids: set[str]) -> list[StepOutput]:
         """The outputs that wait for `ids`, after as many engine steps as it takes to have one."""
-        # State outlives the call, so it must not be made of the inference tensors of a caller's inference mode.
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, _plain_tensors():
             while True:
                 found = [output for name in sorted(ids) for output in self._take(name)]
                 if found:
@@ -100,7 +99,15 @@ class Session:
             for name in names:
                 self._mail.pop(name, None)
                 if name in unfinished:
-                    self.engine.abort(name)
+                    with _plain_tensors():
+                        self.engine.abort(name)
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """No gradients, and no inference mode either: pools made inside it could not be written outside of it later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class SessionKeeper:
@@ -142,7 +149,8 @@ class SessionKeeper:
             sizes = self._sizes(rows, context)
             # An idle engine gives its memory back first; one with an open stream lives on with that stream.
             present, self._session = None, None
-            self._session = self._make(sizes)
+            with _plain_tensors():
+                self._session = self._make(sizes)
             return self._session
 
     def _make(self, sizes: list[tuple[int, int]]) -> Session:

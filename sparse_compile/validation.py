@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -41,9 +42,14 @@ def own_logits(
     """The model's own greedy continuation of `prompt [1, N]`: tokens `[NEW]` and raw logits `[NEW, vocab]`.
 
     It goes through the model's own `generate`, so that its cache is part of what we compare with; whatever the
-    model's generation_config asks for (stop strings, penalties ...) stays out of it.
+    model's generation_config asks for (stop strings, penalties ...) stays out of it. Code written for an older
+    transformers takes its cache under another name than `generate` passes, so it loses it or fails: there the plain
+    forward, without a cache, is what the model says.
     """
     from transformers import GenerationConfig
+
+    if "cache" not in inspect.signature(model.forward).parameters:
+        return _uncached_logits(model, prompt, new_tokens)
 
     settings = GenerationConfig(
         max_new_tokens=new_tokens,
@@ -55,8 +61,11 @@ def own_logits(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    with evaluation_mode(model), _plain_generation(model):
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    try:
+        with evaluation_mode(model), _plain_generation(model):
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    except Exception as error:
+        raise _generate_failed(model, error) from error
     return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits)
 
 
@@ -73,6 +82,29 @@ def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+def _generate_failed(model: PreTrainedModel, error: Exception) -> ValidationError:
+    import transformers
+
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return ValidationError(
+        f"the compiled program cannot be compared: {type(model).__name__}'s own generate failed under the installed "
+        f"transformers {transformers.__version__} with {type(error).__name__}: {first}. "
+        "Use code of the model that generates by itself, or pass validate=False."
+    )
+
+
+def _uncached_logits(
+    model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by one whole forward per token."""
+    sequence, rows = prompt, []
+    with evaluation_mode(model):
+        for _ in range(new_tokens):
+            rows.append(model(input_ids=sequence, use_cache=False).logits[:, -1])
+            sequence = torch.cat([sequence, rows[-1].argmax(-1, keepdim=True)], dim=1)
+    return sequence[0, prompt.shape[1] :], torch.cat(rows)
 
 
 def tolerance(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor, own: torch.Tensor) -> float:
@@ -120,11 +152,30 @@ def _lengths(positions: int | None) -> tuple[int, int]:
     return prompt, new
 
 
+def check_rotary(model: PreTrainedModel) -> None:
+    """Refuse a model whose rotary frequencies are not those of its configuration, as a faulty load leaves them.
+
+    They are in no checkpoint, and the model's own forward is wrong in the same way, so nothing else would show it.
+
+    Raises:
+        ValidationError: names the first such buffer.
+    """
+    from sparse_compile.models.rotary_check import check_rotary_buffers
+
+    damaged = [check for check in check_rotary_buffers(model)[0] if check.damaged]
+    if damaged:
+        raise ValidationError(
+            f"{damaged[0].name} of {type(model).__name__} is {damaged[0].reason}, its configuration's formula: the "
+            "model was loaded wrongly. Load it again (sparse_compile.models.load_model), or pass validate=False if "
+            "it is meant to differ."
+        )
+
+
 def validate_program(model: PreTrainedModel, program: Program, make_engine: MakesEngine) -> float:
     """Run a short random prompt both ways and return the relative error of the logits.
 
     Raises:
-        ValidationError: the error is above the tolerance of the model's dtype.
+        ValidationError: the error is above the tolerance of the model's dtype, or the model cannot generate.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     prompt_tokens, new_tokens = _lengths(position_limit(model))

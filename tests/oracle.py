@@ -18,7 +18,9 @@ from sparse_compile.passes.attention import attention_override, evaluation_mode
 
 
 class SparseOracle:
-    """Greedy decoding of one prompt at a time. `calls` records (layer, loop, kind) of the last decode step."""
+    """Greedy decoding of one prompt at a time. `calls` records (layer, loop, kind) of the last decode step, `logits`
+    the `[vocab]` that each new token of the last call was chosen from.
+    """
 
     def __init__(
         self, model: nn.Module, retention: float, capture_loop: int = 1, recapture_every: int | None = None
@@ -30,11 +32,13 @@ class SparseOracle:
         self.seen: dict[str, int] = {}
         self.kept: dict[str, tuple[Any, ...]] = {}
         self.calls: list[tuple[str, int, str]] = []
+        self.logits: list[torch.Tensor] = []
 
     def generate(self, prompt: list[int], new_tokens: int) -> list[int]:
         """Greedy tokens after `prompt`."""
         tokens, cache = list(prompt), None
         chunk = torch.tensor([prompt])
+        self.logits = []
         with evaluation_mode(self.model), attention_override(self.model, self._attention):
             for _ in range(new_tokens):
                 self.seen, self.kept, self.calls = {}, {}, []
@@ -43,7 +47,8 @@ class SparseOracle:
                 out = self.model(input_ids=chunk, position_ids=positions, use_cache=True, **arguments)
                 self.loops = self.loops or dict(self.seen)
                 cache = out.cache
-                tokens.append(int(out.logits[0, -1].argmax()))
+                self.logits.append(out.logits[0, -1])
+                tokens.append(int(self.logits[-1].argmax()))
                 chunk = torch.tensor([tokens[-1:]])
         return tokens[len(prompt) :]
 

@@ -256,7 +256,9 @@ def test_real_refusals_have_fields_and_exit_codes(capsys: pytest.CaptureFixture[
     assert (code, error["type"], error["argument"]) == (2, "ArgumentError", "capture_loop")
     assert "below 4" in error["limit"]
     assert "between 0 and 3" in error["remedy"]
-    code, out, _ = run(capsys, "inspect", "tiny:ouro", "--implementation", "triton", "--dtype", "float64", "--json")
+    code, out, _ = run(
+        capsys, "inspect", "tiny:ouro", "--implementation", "triton", "--dtype", "float64", "--json"
+    )
     assert (code, json.loads(out)["error"]["argument"]) == (2, "implementation")
 
     tiny_llama().save_pretrained(tmp_path)

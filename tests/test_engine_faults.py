@@ -337,6 +337,14 @@ def test_a_step_within_a_step_is_refused() -> None:
     assert tokens_of(outputs[good]) == oracle(PROMPTS[1], 3, True)
 
 
+def test_an_engine_that_has_lost_its_pages_says_so_and_does_not_spin() -> None:
+    engine, _ = make_engine(pages=9)
+    engine.pool.allocate(5)
+    engine.add_request(PROMPTS[3], greedy(10))
+    with pytest.raises(RuntimeError, match=r"1 requests wait and none runs, with 3 of 8 pages free"):
+        engine.step()
+
+
 def test_finished_requests_leave_nothing_behind() -> None:
     engine, _ = make_engine()
     generate(engine, PROMPTS)

@@ -86,7 +86,7 @@ def test_equals_the_reference_in_float64(device: str, shape: Shape) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 128, 256])
 def test_every_head_ratio_and_dimension(device: str, heads: tuple[int, int], head_dim: int) -> None:
     case = build(Shape(((1, 1), (13, 3), (30, 1)), heads=heads, head_dim=head_dim, padding=1, device=device))
     expected, theirs = by_reference(case, "capture")

@@ -6,6 +6,7 @@ comparison of tensors, only in the text the model writes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ class BufferCheck:
     dtype: str
     largest_relative_error: float | None
     reason: str
+    # Wrong beyond the rounding of the buffer's own dtype: left uninitialised, or of other settings. Rope types that
+    # change their frequencies while they run are only required to be finite.
+    damaged: bool = False
 
 
 def check_rotary_buffers(model: nn.Module) -> tuple[tuple[BufferCheck, ...], tuple[str, ...]]:
@@ -41,7 +45,7 @@ def check_rotary_buffers(model: nn.Module) -> tuple[tuple[BufferCheck, ...], tup
             config = getattr(module, "config", None)
             if name in in_files:
                 continue
-            if buffer_name.endswith(_SUFFIX) and getattr(config, "rope_parameters", None):
+            if buffer_name.endswith(_SUFFIX) and _has_formula(config, _layer_type(buffer_name)):
                 checks.append(_check(name, buffer, config, _layer_type(buffer_name)))
             else:
                 unchecked.append(name)
@@ -57,15 +61,37 @@ def _layer_type(buffer_name: str) -> str | None:
 def _check(name: str, buffer: Tensor, config: Any, layer_type: str | None) -> BufferCheck:
     dtype = str(buffer.dtype).removeprefix("torch.")
     expected, formula = expected_frequencies(config, layer_type)
+    kind = _parameters(config, layer_type)["rope_type"]
     if expected.shape != buffer.shape:
         shapes = f"shape {tuple(buffer.shape)}, expected {tuple(expected.shape)}"
-        return BufferCheck(name, False, dtype, None, f"{shapes} from {formula}")
+        return BufferCheck(name, False, dtype, None, f"{shapes} from {formula}", damaged=kind == "default")
     actual = buffer.detach().cpu().double()
     error = float(((actual - expected.double()).abs() / expected.double().abs()).max())
     if not error <= RELATIVE_TOLERANCE:  # also true for nan
         reason = f"off by {error:.3g} (relative) from {formula}"
-        return BufferCheck(name, False, dtype, error, reason)
+        damaged = not (
+            _is_rounded(buffer, actual, expected.double()) if kind == "default" else math.isfinite(error)
+        )
+        return BufferCheck(name, False, dtype, error, reason, damaged)
     return BufferCheck(name, True, dtype, error, formula)
+
+
+def _is_rounded(buffer: Tensor, actual: Tensor, expected: Tensor) -> bool:
+    """Whether `actual` is `expected` in the buffer's dtype, whose smallest numbers are coarser than its eps."""
+    info = torch.finfo(buffer.dtype)
+    slack = max(RELATIVE_TOLERANCE, info.eps) * expected.abs() + info.smallest_normal * info.eps
+    return bool(((actual - expected).abs() <= slack).all())
+
+
+def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The rope parameters of a layer type, empty where the configuration has none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters if layer_type is None else parameters.get(layer_type) or {}
+
+
+def _has_formula(config: Any, layer_type: str | None) -> bool:
+    kind = _parameters(config, layer_type).get("rope_type")
+    return kind == "default" or kind in ROPE_INIT_FUNCTIONS
 
 
 def expected_frequencies(config: Any, layer_type: str | None = None) -> tuple[Tensor, str]:
@@ -75,9 +101,7 @@ def expected_frequencies(config: Any, layer_type: str | None = None) -> tuple[Te
     Other types use transformers' own function, which catches buffers that were not initialised or were
     rounded.
     """
-    parameters = config.rope_parameters
-    if layer_type is not None:
-        parameters = parameters[layer_type]
+    parameters = _parameters(config, layer_type)
     kind = parameters["rope_type"]
     if kind != "default":
         named = {} if layer_type is None else {"layer_type": layer_type}
