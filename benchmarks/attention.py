@@ -302,10 +302,15 @@ def main() -> None:
     if options.tune:
         tune(points)
         return
-    report["rows"] = [run_point(point) for point in points if fits(point)]
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report["rows"] = []
+    for point in points:
+        if not fits(point):
+            print(f"{point.rows} x {point.context}: does not fit into memory, left out")
+            continue
+        report["rows"].append(run_point(point))
+        if options.out:  # after every point, so that an interrupted run leaves what it measured
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
