@@ -253,7 +253,7 @@ def probe(model: nn.Module) -> Probe:
     ids = torch.arange(tokens, device=device)[None] % vocabulary_size(model)
     try:
         with evaluation_mode(model), attention_override(model, recorder.attention, recorder.mask):
-            model(input_ids=ids, use_cache=False)
+            output = model(input_ids=ids, use_cache=False)
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -261,6 +261,11 @@ def probe(model: nn.Module) -> Probe:
     finally:
         for handle in handles:
             handle.remove()
+    if getattr(output, "logits", None) is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-model head and gives no logits; load it with "
+            "AutoModelForCausalLM."
+        )
     if not recorder.result.mixing:
         raise _no_attention(model, culprits)
     if culprits:

@@ -107,11 +107,6 @@ def check_model(model: nn.Module) -> None:
             f"{type(model).__name__} with recurrent_kv_cache_mode='last_loop' lets earlier loops read the last loop's "
             "cache, which a row trace cannot see; load it with recurrent_kv_cache_mode='per_loop'."
         )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no language-model head and gives no logits; load it with "
-            "AutoModelForCausalLM."
-        )
     _check_weights(model)
 
 
