@@ -160,13 +160,14 @@ def attention_kernel(
     MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
     MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (units, heads, tiles): KV heads for dense and capture, query heads for consume and mixed.
+    """Grid (heads, units, tiles): KV heads for dense and capture, query heads for consume and mixed. Heads come
+    first, so that programs which run at the same time read the same pages.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
     arrived int32 [T * H], zero before and after every launch.
     """
-    unit, tile = tl.program_id(0), tl.program_id(2)
+    unit, tile = tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
     PER_HEAD: tl.constexpr = MODE == MODE_CONSUME or MODE == MODE_MIXED
     M_LIVE: tl.constexpr = 1 if PER_HEAD else R * G
@@ -183,10 +184,10 @@ def attention_kernel(
         kept: tl.constexpr = MODE == MODE_CONSUME
         captured: tl.constexpr = MODE == MODE_CAPTURE
     if PER_HEAD:
-        head0 = tl.program_id(1)
+        head0 = tl.program_id(0)
         kv = head0 // G
     else:
-        kv = tl.program_id(1)
+        kv = tl.program_id(0)
         head0 = kv * G
     # The tile: query m is head head0 + m % G of row row0 + m // G.
     mi = tl.arange(0, BM)

@@ -154,7 +154,7 @@ def _attend(
         kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
         limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
     s = store if store is not None else _no_store(a)
-    grid = (limit, a.heads if per_head else a.kv_heads, a.rows // group)
+    grid = (a.heads if per_head else a.kv_heads, limit, a.rows // group)
     attention_kernel[grid](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
@@ -217,7 +217,7 @@ def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_m
     """Fill mass and C_ref of the store."""
     tiles = scratch.tiles
     units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-    reference_kernel[(units, a.heads, a.rows)](
+    reference_kernel[(a.heads, units, a.rows)](
         weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,

@@ -156,12 +156,12 @@ def reference_kernel(
     BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (units, heads, rows). weights [T * H, capacity], retained values -> mass and c_ref of the store.
+    """Grid (heads, units, rows). weights [T * H, capacity], retained values -> mass and c_ref of the store.
 
     A float32 weight is split into two of the values' dtype, so that C_ref loses nothing to their rounding; the padded
     rows of the matrix product make this free.
     """
-    unit, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
