@@ -173,7 +173,7 @@ def test_a_corrupt_count_is_refused() -> None:
 
 @pytest.mark.parametrize("op", ATTENTION)
 def test_triton_names_the_remedy(op: str) -> None:
-    with pytest.raises(NotImplementedError, match='use implementation="batched"'):
+    with pytest.raises(ValueError, match=r'no kernels for torch.float64; use implementation="batched"'):
         call(captured(), op, "triton")
 
 
