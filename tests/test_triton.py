@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICES, SITE, Case, Shape, bits, build, call, live_rows, next_loop
+from kernel_cases import DEVICES, SITE, Case, Shape, arguments, bits, build, call, live_rows, next_loop
 from kernel_oracle import naive_consume, naive_dense
 
 pytest.importorskip("triton")
@@ -199,7 +199,9 @@ def test_mixed_rows(device: str, captures: bool) -> None:
     later = next_loop(captured)
     modes = [1, 2 if captures else 1, 3, 0]
     later = replace(later, row_mode=torch.tensor(modes, dtype=torch.int32, device=device))
-    got, after = run(later, "mixed")
+    after = later.copy()
+    args, kwargs = arguments(after, "mixed", "triton")
+    got = torch.ops.sparse_compile.mixed(*args, **kwargs, captures=captures)
     singles = {1: run(later, "dense")[0], 2: run(later, "capture")[0], 3: run(later, "consume")[0]}
     for row, mode in enumerate(modes):
         want = singles[mode][row] if mode else torch.zeros_like(got[row])
