@@ -226,6 +226,7 @@ def test_demo(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "demo", "--max-new-tokens", "2")
     assert code == 0
     assert "exactly the tokens of transformers: verified" in out
+    assert "random weights" not in out  # the fake engine runs dense throughout
 
 
 def test_demo_fails_when_tokens_differ(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,7 @@ def test_commands_exit_as_stated(command: str, code: int, capsys: pytest.Capture
 
     assert run(shlex.split(command)[1:]) == code
     out, err = capsys.readouterr()
+    assert ("with random weights" in out) == command.startswith("sparse-compile demo")
     assert out if code == 0 else err.startswith("error: ")
 
 
