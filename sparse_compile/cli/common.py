@@ -68,7 +68,7 @@ def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
     raise typer.Exit(code)
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     note(f"warning: {' '.join(str(message).split())}")
 
 
