@@ -30,10 +30,11 @@ venv: $(STAMP)
 # index holds the right build of torch, pip's own settings (PIP_EXTRA_INDEX_URL, PIP_INDEX_URL) apply.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "making $(VENV) with torch, transformers and the tools: a few minutes, once" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep -E '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)

@@ -33,14 +33,14 @@ def schedule_site(site: Site, options: Options) -> tuple[str, str]:
     if site.window:
         return "dense", f"sliding window of {site.window} tokens"
     if site.loop < options.capture_loop:
-        return "dense", f"loop {site.loop}, before the capture loop {options.capture_loop}"
+        return "dense", f"before the capture in loop {options.capture_loop}"
     if not is_capture_loop(site.loop, options):
         source = max(loop for loop in range(site.loop) if is_capture_loop(loop, options))
         return "consume", f"keys chosen in loop {source}"
     following = site.loop + 1
     if following >= site.loops or is_capture_loop(following, options):
-        return "dense", f"loop {site.loop} would capture, but no later loop consumes it"
-    return "capture", f"capture loop {site.loop}"
+        return "dense", "would capture, but no later loop consumes it"
+    return "capture", "chooses the keys"
 
 
 def check_capture_loop(sites: tuple[Site, ...], options: Options) -> None:

@@ -81,14 +81,16 @@ class CompiledModel:
         tokenizer: for stop_strings.
         seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it
             torch's global generator decides.
-        progress: overrides the option of the same name; a callable is given (done, total) tokens.
+        progress: overrides the option of the same name; a callable is given (done, total) tokens. Beside a
+            streamer nothing is shown unless it is asked for here.
 
         Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row
         ended early; or a `GenerateOutput` with return_dict_in_generate=True. Raises ValueError naming any
         argument that is not supported, before any work is done, and StaleModelError when the model has other
         tensors, modules or settings than when it was compiled (new values in the same tensors are fine).
         """
-        shown = self.sparse_config.progress if progress is None else progress
+        if progress is None:  # a streamer shows the progress already, and a bar would run through its text
+            progress = self.sparse_config.progress if streamer is None else False
         call = self._prepare(
             inputs,
             generation_config,
@@ -99,7 +101,7 @@ class CompiledModel:
             seed=seed,
             **kwargs,
         )
-        return run_generate(self._keeper, call, streamer, shown)
+        return run_generate(self._keeper, call, streamer, progress)
 
     def stream(self, inputs: Any = None, **kwargs: Any) -> Iterator[StreamItem]:
         """Like `generate`, as an iterator of tokens; `row` tells the rows of a batch apart. With `tokenizer=`

@@ -74,6 +74,7 @@ class TokenProgress:
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
+            redirect_stdout=False,  # or rich would hold what others print, and move it to stderr
         )
         self._task = self._bar.add_task("generating", total=self.total, completed=self.done)
         self._bar.start()

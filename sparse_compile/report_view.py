@@ -43,7 +43,7 @@ def _layer_table(report: Report) -> Table:
     table.add_column("layer", overflow="fold")
     for loop in range(report.loops):
         table.add_column(f"loop {loop}")
-    table.add_column("why", overflow="fold")
+    table.add_column("why, by loop", overflow="fold")
     for _, same in groupby(report.layers, key=lambda row: (row.kinds, row.reasons, row.window)):
         rows = list(same)
         cells = [Text(kind, style=STYLES.get(kind, "")) for kind in rows[0].kinds]
@@ -66,8 +66,13 @@ def _layer_name(rows: list[LayerRow]) -> str:
 
 
 def _why(row: LayerRow) -> str:
-    """Every reason once, in order of loops."""
-    return "; ".join(dict.fromkeys(row.reasons))
+    """Every reason once, after the loops that it holds for; alone where it holds for all of them."""
+    loops: dict[str, list[int]] = {}
+    for loop, reason in enumerate(row.reasons):
+        loops.setdefault(reason, []).append(loop)
+    if len(loops) == 1:
+        return row.reasons[0]
+    return "; ".join(f"{','.join(map(str, same))}: {reason}" for reason, same in loops.items())
 
 
 def _counts(report: Report) -> Text:
@@ -82,7 +87,7 @@ def _counts(report: Report) -> Text:
 
 def _read_table(report: Report) -> Table:
     table = Table(header_style="bold")
-    for name in ("visible tokens", "dense reads", "sparse reads (at most)", "ratio"):
+    for name in ("visible tokens", "dense reads per new token", "sparse reads (at most)", "sparse / dense"):
         table.add_column(name, justify="right")
     for one in report.reads:
         table.add_row(
@@ -97,13 +102,14 @@ def _roll(report: Report) -> Text:
 
 def _passes(report: Report) -> Text:
     return Text(
-        "passes: " + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
+        "compile passes: "
+        + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
     )
 
 
 def _implementation(report: Report) -> Text:
     chosen = "" if report.implementation == report.implementation_option else " (auto)"
-    return Text(f"implementation: {report.implementation}{chosen}")
+    return Text(f"attention implementation: {report.implementation}{chosen}")
 
 
 def _bytes(size: float) -> str:

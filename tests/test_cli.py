@@ -226,6 +226,7 @@ def test_demo(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "demo", "--max-new-tokens", "2")
     assert code == 0
     assert "exactly the tokens of transformers: verified" in out
+    assert "random weights" not in out  # the fake engine runs dense throughout
 
 
 def test_demo_fails_when_tokens_differ(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +267,38 @@ def test_real_refusals_have_fields_and_exit_codes(capsys: pytest.CaptureFixture[
         code, out, err = run(capsys, command[0], str(tmp_path), *command[1:], "--json")
         assert (code, json.loads(out)["error"]["type"]) == (3, "UnsupportedModel")
         assert "not a looped model" in err.splitlines()[-1]
+
+
+def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "inspect", "tiny:ouro", "--capture-loop", "3", "--no-validate")
+    assert (code, "nothing is sparse" in out) == (0, True)
+    compiling, warning = err.splitlines()
+    assert compiling == "compiling tiny:ouro ..."
+    assert warning.startswith("warning: capture_loop=3 is the last of 4 loops")
+
+
+def test_an_implementation_that_cannot_run_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--implementation", "triton", "--dtype", "float64", "--no-validate")
+    code, _, err = run(capsys, "inspect", "tiny:ouro", *options)
+    message = err.splitlines()[-1]
+    assert code == 2
+    assert message.startswith("error: implementation='triton': cannot run here: ")
+    assert message.endswith("; pass implementation='auto'")
+    assert message.count("implementation") == 2
+
+
+def test_retention_is_taken_under_the_name_of_its_option(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "inspect", "m", "--key-retention", "0.5")[0] == 0
+    assert fakes["configs"][0].key_retention == "0.5"
+
+
+def test_checking_a_tiny_model_shows_no_bars(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", "tiny:ouro"]) == 0
+    out, err = capfd.readouterr()
+    assert "identical to its files" in out
+    assert err == ""
 
 
 def test_damaged_files_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

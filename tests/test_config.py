@@ -9,6 +9,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +102,14 @@ def test_a_capture_in_the_last_loop_is_warned_of() -> None:
     warn_of_last_loop(SparseConfig(capture_loop=2), 4)
     with pytest.warns(UserWarning, match="last of 2 loops"):
         warn_of_last_loop(SparseConfig(), 2)
+    from sparse_compile import sparse_compile
+    from sparse_compile.models import tiny_model
+
+    with pytest.warns(UserWarning, match="last of 4 loops") as caught:
+        sparse_compile(tiny_model("ouro"), capture_loop=3, validate=False)
+    assert [Path(one.filename).name for one in caught] == [
+        "test_config.py"
+    ]  # the line that a user can change
     warn_of_last_loop(SparseConfig(key_retention=1), 2)
 
 

@@ -53,6 +53,15 @@ def test_python_blocks_run_in_order() -> None:
             exec(compile("\n" * (line - 1) + block, str(README), "exec"), namespace)
 
 
+def test_the_refusal_that_is_shown_is_the_one_that_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README says beside `print(refusal)` what is printed."""
+    block = next(block for _, block in blocks(README.read_text(), "python") if "print(refusal)" in block)
+    stated = re.search(r"print\(refusal\)  # (.+), \.\.\.$", block, re.MULTILINE)
+    assert stated
+    exec("from sparse_compile import sparse_compile\n" + block, {})
+    assert capsys.readouterr().out.startswith(stated[1])
+
+
 def test_blocks_that_need_a_network_parse() -> None:
     found = list(blocks(README.read_text(), "py"))
     assert found
@@ -79,6 +88,7 @@ def test_commands_exit_as_stated(command: str, code: int, capsys: pytest.Capture
 
     assert run(shlex.split(command)[1:]) == code
     out, err = capsys.readouterr()
+    assert ("with random weights" in out) == command.startswith("sparse-compile demo")
     assert out if code == 0 else err.startswith("error: ")
 
 

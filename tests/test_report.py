@@ -93,10 +93,13 @@ def test_tables_join_layers_that_are_alike() -> None:
     text = text_of(report_of(fake_program(sites)))
     assert "model.layers.0..3.attn" in text
     assert "layer is not looped" in text
-    assert "because of dense; because of capture; because of consume" in text
+    assert "0: because of dense; 1: because of capture; 2: because of consume" in text
     assert "13 attention calls per token: 5 dense, 4 capture, 4 consume" in text
     assert "rolled into one body" in text
     assert "trace 500 ms" in text
+    assert "0: because of dense; 1: because of capture; 2,3: because of consume" in text_of(
+        report_of(fake_program())
+    )
 
 
 def test_tables_say_what_is_missing() -> None:

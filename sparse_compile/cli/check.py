@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +34,9 @@ def _check(model: str, program: bool, dtype: str, device: str, as_json: bool) ->
     with common.quiet_stdout():
         from sparse_compile.models.checkpoint import check_checkpoint
 
-        report = check_checkpoint(model, dtype=dtype)
+        # Nothing worth a bar, or nobody who sees one.
+        with _no_bars() if model.startswith("tiny:") or not sys.stderr.isatty() else nullcontext():
+            report = check_checkpoint(model, dtype=dtype)
     result = report.to_dict()
     lines = [str(report)]
     ok = report.ok
@@ -44,6 +49,20 @@ def _check(model: str, program: bool, dtype: str, device: str, as_json: bool) ->
     else:
         print("\n".join(lines))
     return common.OK if ok else common.DIFFERENCES
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the progress bars of transformers."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_program(model: str, dtype: str, device: str) -> dict[str, Any]:

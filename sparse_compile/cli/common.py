@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
 OK, DIFFERENCES, USAGE, UNSUPPORTED = 0, 1, 2, 3
 INTERRUPTED, CLOSED_PIPE = 130, 141  # as shells count signals
 
-Model = Annotated[str, typer.Argument(help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Retention = Annotated[
-    str, typer.Option("--retention", help="Part of the visible keys that consume loops read: 0 < r <= 1.")
+    str,
+    typer.Option(
+        "--retention",
+        "--key-retention",
+        help="Part of the visible keys that consume loops read: 0 < r <= 1.",
+    ),
 ]
 CaptureLoop = Annotated[int, typer.Option("--capture-loop", help="Loop, from 0, that selects the keys.")]
 Recapture = Annotated[
@@ -42,9 +51,11 @@ NoValidate = Annotated[
 
 
 def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
-    """Run a command's body and leave with its exit code; an error becomes one line on stderr."""
+    """Run a command's body and leave with its exit code; an error or a warning becomes one line on stderr."""
     try:
-        code = body()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = body()
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has left; nothing more can be said there
@@ -55,6 +66,10 @@ def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
             traceback.print_exc()
         code = report_error(error, as_json=as_json, code=exit_code(error))
     raise typer.Exit(code)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    note(f"warning: {' '.join(str(message).split())}")
 
 
 def exit_code(error: Exception) -> int:

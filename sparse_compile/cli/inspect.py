@@ -19,7 +19,10 @@ def inspect(
     implementation: common.Implementation = "auto",
     context: Annotated[
         list[int] | None,
-        typer.Option("--context", help="Visible tokens to state reads for; may be repeated."),
+        typer.Option(
+            "--context",
+            help="Visible tokens to state reads for; may be repeated. Without it: 512, 2048, 8192, 32768.",
+        ),
     ] = None,
     graph: Annotated[
         str | None, typer.Option("--graph", help="Print a graph instead: before | after | body.")
