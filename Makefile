@@ -41,7 +41,7 @@ demo: $(STAMP)
 	$(BIN)/sparse-compile demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n auto $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
