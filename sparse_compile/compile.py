@@ -12,7 +12,7 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import refuse_autocast
-from sparse_compile.kernels.dispatch import resolve
+from sparse_compile.kernels.dispatch import triton_obstacle
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
@@ -71,12 +71,12 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
 
 def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:
     """Raise ArgumentError when the kernels that were asked for cannot run this model here."""
-    try:
-        resolve(config.implementation, model.device.type, model.dtype, program.sites[0].head_dim)
-    except ValueError as error:
-        raise ArgumentError(
-            "implementation", config.implementation, str(error), "pass implementation='auto'"
-        ) from None
+    if config.implementation != "triton":
+        return
+    obstacle = triton_obstacle(model.device.type, model.dtype, program.sites[0].head_dim)
+    if obstacle:
+        limit = f"cannot run here: {obstacle}"
+        raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
 
 
 def pass_options(config: SparseConfig) -> Options:
