@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -77,9 +78,14 @@ class Pass(ABC):
 
 @dataclass
 class PassManager:
-    """Runs passes in order over one compilation."""
+    """Runs passes in order over one compilation.
+
+    After each of them the graph is linted, the pass's own promise checked, and `check` asked, which knows what must
+    hold of any program however far it is built.
+    """
 
     passes: tuple[Pass, ...]
+    check: Callable[[Compilation], None]
 
     def run(self, compilation: Compilation) -> tuple[PassRecord, ...]:
         records: list[PassRecord] = []
@@ -90,6 +96,7 @@ class PassManager:
                 counters = step.run(compilation)
                 compilation.graph.graph.lint()
                 step.ensure(compilation)
+                self.check(compilation)
             except (UnsupportedModel, OptionError):
                 raise
             except Exception as error:

@@ -116,18 +116,23 @@ def _check_data_edges(variant: Variant) -> None:
             raise PassError(f"stage {stage.name!r} captures, but nothing after it reads its outputs.")
 
 
+def check_grammar(compilation: Compilation) -> None:
+    """Raise PassError unless all that exists so far holds; the manager asks after every pass."""
+    check_order(compilation.sites)
+    for variant in compilation.variants.values():
+        for stage in variant.stages:
+            _check_inputs(stage)
+        _check_planes(variant, compilation.sites)
+        _check_data_edges(variant)
+
+
 class Grammar(Pass):
-    """Checks; changes nothing."""
+    """Checks the finished program and counts what is in it; changes nothing."""
 
     name = "grammar"
 
     def run(self, compilation: Compilation) -> dict[str, int]:
-        check_order(compilation.sites)
-        ops = 0
-        for variant in compilation.variants.values():
-            for stage in variant.stages:
-                _check_inputs(stage)
-                ops += sum(1 for _ in attention_ops(stage))
-            _check_planes(variant, compilation.sites)
-            _check_data_edges(variant)
+        check_grammar(compilation)
+        stages = [stage for variant in compilation.variants.values() for stage in variant.stages]
+        ops = sum(1 for stage in stages for _ in attention_ops(stage))
         return {"variants": len(compilation.variants), "ops": ops}

@@ -6,7 +6,7 @@ from torch import nn
 
 from .base import Compilation, Options, PassManager
 from .canonicalize import Canonicalize
-from .grammar import Grammar
+from .grammar import Grammar, check_grammar
 from .program import PassRecord, Program
 from .rewrite import Rewrite
 from .roll import RollLoop
@@ -31,7 +31,7 @@ def build_program(model: nn.Module, options: Options) -> Program:
     graph = trace(model)
     traced = PassRecord("trace", time.perf_counter() - start, {"nodes": len(graph.graph.nodes)})
     compilation = Compilation(graph, options)
-    records = PassManager(PASSES).run(compilation)
+    records = PassManager(PASSES, check_grammar).run(compilation)
     return Program(
         sites=compilation.sites,
         traced=compilation.graph,

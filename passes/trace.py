@@ -254,16 +254,24 @@ def _check_dtypes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
             )
 
 
+def _draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a node is random; dropout that is off, by itself or within attention, is not."""
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.aten.dropout.default:
+        return bool(node.args[2])
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _check_rows(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and not isinstance(node.meta["val"].shape[0], torch.SymInt):
             raise UnsupportedModel("the traced graph is bound to a fixed number of rows.")
-        tags = getattr(node.target, "tags", ())
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
+        if _draws_random_numbers(node):
             where = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
             name = strip_wrapper(where[-1]) if where else ""
-            if node.target is torch.ops.aten.dropout.default and not node.args[2]:
-                continue
             raise UnsupportedModel(
                 f"{name or 'the model'} draws random numbers ({node.target}) on every call; "
                 "the same token would not get the same state twice.",

@@ -89,7 +89,6 @@ class Request:
     pages: list[int] = field(default_factory=list)
     page_row: torch.Tensor | None = None  # the same, int32 on the host, for block tables
     lease: Lease | None = None
-    last_token_at: float = 0.0
     _ids: torch.Tensor | None = None
     _ids_filled: int = 0
 

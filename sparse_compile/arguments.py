@@ -91,7 +91,8 @@ def refuse_unknown(kwargs: dict[str, Any], known: list[str]) -> None:
             continue
         if name in known:  # an argument of generate() that was given to stream()
             raise ArgumentError(name, value, "is not taken here", f"remove {name}, or call generate()")
-        raise ArgumentError(name, value, "generate knows no such argument", closest(name, known))
+        accepted = [one for one in known if one not in REFUSED_SETTINGS]
+        raise ArgumentError(name, value, "generate knows no such argument", closest(name, accepted))
 
 
 def _refusal(name: str, value: object, why: str) -> ArgumentError:

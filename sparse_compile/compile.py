@@ -75,9 +75,8 @@ def check_implementation(config: SparseConfig, program: Program, model: PreTrain
         return
     obstacle = triton_obstacle(model.device.type, model.dtype, program.sites[0].head_dim)
     if obstacle:
-        raise ArgumentError(
-            "implementation", "triton", f"cannot run here: {obstacle}", "pass implementation='auto'"
-        )
+        limit = f"cannot run here: {obstacle}"
+        raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
 
 
 def pass_options(config: SparseConfig) -> Options:

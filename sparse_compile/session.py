@@ -41,10 +41,6 @@ class Session:
         self._mail: dict[str, deque[StepOutput]] = {}
         self._lock = threading.RLock()
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._mail)
-
     def run(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[int, StepOutput]]:
         """Yield (row, output) of all requests as they come, until each has finished.
 

@@ -191,6 +191,40 @@ class RotaryInside(LoopedModel):
         return CausalLMOutputWithPast(logits=logits, cache=cache)
 
 
+class Mixer(nn.Module):
+    """Chooses between the earlier states of one token: an attention call over depth, in which no tokens meet."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.config, self.is_causal = config, False
+        self.query = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[B, T, states, hidden]` -> `[B, T, hidden]`; tokens stand where heads do."""
+        query = self.query.weight.expand(*states.shape[:2], 1, -1)
+        name = self.config._attn_implementation
+        function = ALL_ATTENTION_FUNCTIONS["sdpa" if name == "eager" else name]
+        out, _ = function(self, query, states, states, None, scaling=states.shape[-1] ** -0.5, dropout=0.0)
+        return out.squeeze(1)
+
+
+class MixedResiduals(RotaryInside):
+    """Each loop begins with a mix of the states that the loops before it ended with."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__(config)
+        self.mixer = Mixer(config)
+
+    def loop(self, x: Tensor, **arguments: Any) -> Tensor:
+        states, layers = [x], len(self.layers)
+        for loop in range(self.config.loops):
+            x = self.mixer(torch.stack(states, dim=2))
+            for number, layer in enumerate(self.layers):
+                x = x + layer(self.norm(x), slot=loop * layers + number, **arguments)
+            states.append(x)
+        return self.head(self.norm(x))
+
+
 class CachePositions(LoopedModel):
     attention = CachePositionsAttention
 

@@ -46,6 +46,7 @@ from looped_models import (
     CachePositions,
     LoopedConfig,
     LoopedModel,
+    MixedResiduals,
     OldCalls,
     OldNames,
     OwnSoftmax,
@@ -100,6 +101,17 @@ def test_a1_an_old_cache_name_and_an_own_cache_class_work() -> None:
     rows = prompts(5, 9, vocabulary=64)
     wanted = [without_cache(model, row, 8) for row in rows]
     assert new_tokens(sparse_compile(model, key_retention=1.0), rows, 8) == wanted
+
+
+def test_attention_over_the_depth_of_one_token_is_no_site() -> None:
+    model = looped(MixedResiduals)
+    rows = prompts(5, 9, vocabulary=64)
+    wanted = [without_cache(model, row, 8) for row in rows]
+    compiled = sparse_compile(model, key_retention=1.0)
+    assert new_tokens(compiled, rows, 8) == wanted
+    assert {row.layer for row in compiled.report().layers} == {
+        f"layers.{n}" for n in range(len(model.layers))
+    }
 
 
 def test_a1_attention_that_is_written_out_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -406,6 +406,9 @@ def test_unknown_arguments_are_refused_with_a_suggestion(model: Any) -> None:
     compiled, _ = compiled_llama(model)
     with pytest.raises(ValueError, match="did you mean max_new_tokens"):
         compiled.generate(**SOLO, max_new_token=3)
+    with pytest.raises(ValueError, match="knows no such argument") as caught:
+        compiled.generate(**SOLO, constrains=3)
+    assert "constraints" not in str(caught.value)  # that one would be refused as well
     with pytest.raises(ValueError, match="both were given"):
         compiled.generate(SOLO["input_ids"], **SOLO)
 

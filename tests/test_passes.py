@@ -15,7 +15,7 @@ from sparse_compile.kernels.retention import Retention
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Compilation, Options, Pass, PassManager
 from sparse_compile.passes.errors import OptionError, PassError, UnsupportedModel
-from sparse_compile.passes.grammar import Grammar
+from sparse_compile.passes.grammar import Grammar, check_grammar
 from sparse_compile.passes.graph import SITE, is_call
 from sparse_compile.passes.pipeline import PASSES, build_program
 from sparse_compile.passes.program import Site, Variant
@@ -334,7 +334,7 @@ def test_a_failing_pass_is_named_with_those_before_it() -> None:
         def run(self, compilation: Compilation) -> dict[str, int]:
             raise KeyError("lost")
 
-    manager = PassManager((PASSES[0], Break()))
+    manager = PassManager((PASSES[0], Break()), check_grammar)
     with pytest.raises(PassError, match=r"pass 'break' failed \(passes before it: canonicalize\)"):
         manager.run(Compilation(toy_graph(Toy()), Options(Retention.of(0.3))))
 
@@ -350,7 +350,25 @@ def test_a_broken_promise_raises() -> None:
             raise AssertionError("not kept")
 
     with pytest.raises(PassError, match="not kept"):
-        PassManager((Promise(),)).run(Compilation(toy_graph(Toy()), Options(Retention.of(0.3))))
+        PassManager((Promise(),), check_grammar).run(
+            Compilation(toy_graph(Toy()), Options(Retention.of(0.3)))
+        )
+
+
+def test_the_grammar_is_checked_after_every_pass() -> None:
+    class Spoil(Pass):
+        name = "spoil"
+
+        def run(self, compilation: Compilation) -> dict[str, int]:
+            graph = compilation.variants["sparse"].stages[0].module.graph
+            node = next(node for node in graph.nodes if node.target == "k_pool")
+            with graph.inserting_after(node):
+                graph.call_function(torch.ops.aten.clone.default, (node,))
+            return {}
+
+    manager = PassManager((*PASSES[:-1], Spoil()), check_grammar)
+    with pytest.raises(PassError, match="pass 'spoil' failed .*only our ops may"):
+        manager.run(Compilation(toy_graph(Toy()), Options(Retention.of(0.3), roll=False)))
 
 
 def test_numbered_dumps(tmp_path: Path) -> None:

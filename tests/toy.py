@@ -10,6 +10,7 @@ from torch.export import Dim, export
 
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.base import Compilation, Options, PassManager
+from sparse_compile.passes.grammar import check_grammar
 from sparse_compile.passes.pipeline import PASSES
 from sparse_compile.passes.trace import _inline_weights
 
@@ -77,5 +78,5 @@ def toy_graph(model: nn.Module) -> fx.GraphModule:
 def toy_compile(model: nn.Module, **options: object) -> Compilation:
     """Run every pass over a toy model at retention 0.3."""
     compilation = Compilation(toy_graph(model), Options(Retention.of(0.3), **options))  # type: ignore[arg-type]
-    PassManager(PASSES).run(compilation)
+    PassManager(PASSES, check_grammar).run(compilation)
     return compilation
