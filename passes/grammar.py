@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from ..kernels import ops as _registered  # noqa: F401  registers torch.ops.sparse_compile
 from .base import Compilation, Pass
 from .errors import PassError
 from .program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Site, Stage, Variant

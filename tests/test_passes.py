@@ -367,7 +367,7 @@ def test_the_grammar_is_checked_after_every_pass() -> None:
             return {}
 
     manager = PassManager((*PASSES[:-1], Spoil()), check_grammar)
-    with pytest.raises(PassError, match="pass 'spoil' failed .*only our ops may"):
+    with pytest.raises(PassError, match=r"pass 'spoil' failed .*only our ops may"):
         manager.run(Compilation(toy_graph(Toy()), Options(Retention.of(0.3), roll=False)))
 
 
