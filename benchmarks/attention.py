@@ -49,6 +49,11 @@ class Point:
         """K and V of one plane in bfloat16."""
         return 4 * self.rows * self.context * self.kv_heads * self.head_dim
 
+    @property
+    def planes(self) -> int:
+        """How many planes the calls of one graph go round, so that the L2 cache does not hold them."""
+        return max(1, min(24, -(-ROTATE_BYTES // self.kv_bytes)))
+
 
 class Bench:
     """One point's memory: a paged pool with several planes, contiguous copies for the baselines, one store."""
@@ -56,7 +61,7 @@ class Bench:
     def __init__(self, point: Point, baseline: bool = True) -> None:
         self.point = p = point
         torch.manual_seed(0)
-        self.planes = max(1, min(24, -(-ROTATE_BYTES // p.kv_bytes)))
+        self.planes = p.planes
         pages = p.context // PAGE
         total = 1 + p.rows * pages
         shape = (self.planes, total, p.kv_heads, PAGE, p.head_dim)
@@ -231,9 +236,8 @@ def run_point(point: Point) -> dict[str, Any]:
 
 def fits(point: Point) -> bool:
     free = torch.cuda.mem_get_info()[0]
-    planes = max(1, min(24, -(-ROTATE_BYTES // point.kv_bytes)))
     scores = 4 * point.rows * point.heads * point.context
-    return 2.1 * planes * point.kv_bytes + 2 * scores + (2 << 30) < free
+    return 2.1 * point.planes * point.kv_bytes + 2 * scores + (2 << 30) < free
 
 
 def tune(points: list[Point]) -> None:

@@ -76,7 +76,11 @@ class Piece:
         self._rows_number: fx.Node | None = None
 
     def placeholder(self, name: str) -> fx.Node:
-        return self.graph.placeholder(name)
+        """A new input, behind those that are there and before everything else."""
+        last = next((node for node in reversed(self.graph.nodes) if node.op == "placeholder"), None)
+        point = self.graph.inserting_after(last) if last is not None else self.graph.inserting_before()
+        with point:
+            return self.graph.placeholder(name)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The piece's node for a node of the original graph."""

@@ -31,12 +31,11 @@ class Probe:
     """What the probe run saw.
 
     Attributes:
-        mixing: module path -> window (0 = plain causal) of the attention calls that mix tokens.
-        local: module paths whose attention calls stay within one token.
+        mixing: module path -> window (0 = plain causal) of the attention calls that mix tokens; the other calls stay
+            within one token.
     """
 
     mixing: dict[str, int] = field(default_factory=dict)
-    local: set[str] = field(default_factory=set)
 
 
 def repeat_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
@@ -154,7 +153,6 @@ class _Recorder:
     ) -> tuple[torch.Tensor, None]:
         name = self.names.get(id(module), type(module).__name__)
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            self.result.local.add(name)
             return local_attention(query, key, value, scaling), None
         if key.shape[2] != self.tokens:
             raise UnsupportedModel(

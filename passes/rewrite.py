@@ -43,11 +43,7 @@ class _SitePiece(Piece):
 
     def runtime_input(self, name: str) -> fx.Node:
         if name not in self.runtime_inputs:
-            last = [node for node in self.graph.nodes if node.op == "placeholder"]
-            first = next(iter(self.graph.nodes), None)
-            point = self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before(first)
-            with point:
-                self.runtime_inputs[name] = self.graph.placeholder(name)
+            self.runtime_inputs[name] = self.placeholder(name)
         return self.runtime_inputs[name]
 
     def rewrite(self, marker: fx.Node, site: Site, kind: str, mixed: bool, plane: int) -> fx.Node:
@@ -108,7 +104,6 @@ class Rewriter:
         out_names: Sequence[str] | None = None,
         sites: dict[fx.Node, tuple[Site, int]] | None = None,
         stride: int = 0,
-        loop: int = 0,
     ) -> Stage:
         """Cut `nodes` out as one stage; `names` maps outside values to names in the executor's environment."""
         inputs = self._inputs_of(nodes, outputs)
@@ -128,7 +123,6 @@ class Rewriter:
             module=module,
             inputs=tuple(environment.get(str(target), str(target)) for target in placeholders),
             outputs=tuple(out_names if out_names is not None else (names.get(n, n.name) for n in outputs)),
-            loop=loop,
             row_inputs=frozenset(names.get(n, n.name) for n in inputs if is_row_tensor(n))
             if is_head
             else frozenset(),

@@ -73,9 +73,6 @@ class Schedule(Pass):
         counts = Counter(site.kind for site in compilation.sites)
         return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
 
-    def ensure(self, compilation: Compilation) -> None:
-        check_order(compilation.sites)
-
 
 def check_order(sites: tuple[Site, ...]) -> None:
     """Every consume has a capture of its own layer at a lower depth; raises PassError otherwise."""

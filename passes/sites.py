@@ -27,9 +27,11 @@ class LabelSites(Pass):
         if len(set(labels)) != len(labels):
             path = next(label for label, count in Counter(labels).items() if count > 1)[0]
             raise UnsupportedModel(f"{strip_wrapper(path)} attends twice in one call.", strip_wrapper(path))
+        seen: Counter[str] = Counter()
         sites = []
         for plane, (node, (path, _)) in enumerate(zip(markers, labels, strict=True)):
-            loop = sum(1 for earlier, _ in labels[:plane] if earlier == path)
+            loop = seen[path]
+            seen[path] += 1
             query, key = node.args[0].meta["val"], node.args[1].meta["val"]
             layer = strip_wrapper(path)
             sites.append(

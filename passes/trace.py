@@ -153,11 +153,12 @@ def strip_wrapper(path: str) -> str:
 def _inline_weights(program: ExportedProgram, model: nn.Module) -> fx.GraphModule:
     """Turn lifted parameters, buffers and constants into `get_attr` nodes that share the user's own tensors."""
     graph = program.graph
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     attributes: dict[str, Any] = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
             continue
-        node = next(n for n in graph.nodes if n.op == "placeholder" and n.name == spec.arg.name)
+        node = placeholders[spec.arg.name]
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             name = strip_wrapper(spec.target)
             value = _attribute(model, name)

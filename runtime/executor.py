@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..passes.program import MODE_INPUTS, Program, Stage, Variant
+from ..passes.program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Program, Stage, Variant
 from .kv_pool import KVPool
 from .plan import RowPlan
 from .reference_store import ReferenceStore
@@ -19,11 +19,9 @@ class Executor:
         if program.sparse and store is None:
             raise ValueError("this program captures and consumes: it needs a reference store")
         self.program = program
-        self.state: Environment = {"k_pool": pool.k_pool, "v_pool": pool.v_pool}
+        self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
-            self.state |= {
-                name: getattr(store, name) for name in ("index", "count", "mass", "o_ref", "c_ref")
-            }
+            self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
 
     @torch.no_grad()
     def run(self, plan: RowPlan) -> torch.Tensor:
@@ -48,20 +46,10 @@ class Executor:
 
     def environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""
+        tokens = {"input_ids": plan.token_ids[:, None], "position_ids": plan.positions[:, None]}
+        rows = {name: getattr(plan, name) for name in (*PLAN_INPUTS, "row_slot")}
         modes = {name: plan.mode_at(kind) for kind, name in MODE_INPUTS.items()}
-        return (
-            self.state
-            | modes
-            | {
-                "input_ids": plan.token_ids[:, None],
-                "position_ids": plan.positions[:, None],
-                "block_table": plan.block_table,
-                "row_seq": plan.row_seq,
-                "row_position": plan.row_position,
-                "row_length": plan.row_length,
-                "row_slot": plan.row_slot,
-            }
-        )
+        return self.state | tokens | rows | modes
 
 
 def run_stage(stage: Stage, environment: Environment, plan: RowPlan) -> None:

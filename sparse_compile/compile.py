@@ -65,7 +65,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
     if config.validate:
-        validate_program(model, program, engines)
+        validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
 
 

@@ -134,7 +134,7 @@ class CompiledModel:
 
         self._state.check()
         refuse_autocast(self.device)
-        return validate_program(self.model, self.program, self._keeper.make_engine)
+        return validate_program(self.model, self._keeper.make_engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

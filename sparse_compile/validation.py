@@ -17,7 +17,6 @@ from sparse_compile.passes.probe import vocabulary_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparse_compile.passes.program import Program
     from sparse_compile.runtime.engine import Engine
 
 PROMPT_TOKENS, NEW_TOKENS = 13, 4
@@ -171,7 +170,7 @@ def check_rotary(model: PreTrainedModel) -> None:
         )
 
 
-def validate_program(model: PreTrainedModel, program: Program, make_engine: MakesEngine) -> float:
+def validate_program(model: PreTrainedModel, make_engine: MakesEngine) -> float:
     """Run a short random prompt both ways and return the relative error of the logits.
 
     Raises:
