@@ -41,7 +41,7 @@ class Attention:
     pool[plane, block_table[row_seq, j // page_size], :, j % page_size]. A row of length 0 is padding.
     `window` W > 0 hides the keys before row_position - W + 1. `softcap` c > 0 turns a score s into
     c * tanh(s / c). k, v [T, Hkv, D] are the rows' fresh keys and values; an implementation that writes them itself
-    reads them from here. `query_rows` as in `ops`.
+    reads them from here. `query_rows` as in `ops`. bias [T, H or 1, keys] is added to the capped score of each key.
     """
 
     q: Tensor
@@ -60,6 +60,7 @@ class Attention:
     k: Tensor | None = None
     v: Tensor | None = None
     query_rows: int = 0
+    bias: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -194,6 +194,8 @@ def _attend(attention: Attention, tile: Tile, keys: _Keys, block: Block) -> _Att
     q = q.reshape(b, r, attention.kv_heads, attention.group, attention.head_dim)
     q = q.transpose(1, 2).reshape(b, attention.kv_heads, r * attention.group, attention.head_dim)
     scores = _soft_cap(attention, (q @ k.transpose(2, 3)).mul_(attention.scale))
+    if attention.bias is not None:
+        scores += _stacked_bias(attention, attention.bias, rows, position)
     length, first = attention.row_length[rows].long(), attention.row_first[rows]  # [B, R]
     hidden = (position[:, None] >= length[..., None]) | (position[:, None] < first[..., None])  # [B, R, N]
     scores.masked_fill_(hidden[:, None].repeat_interleave(attention.group, 2), -torch.inf)
@@ -201,6 +203,15 @@ def _attend(attention: Attention, tile: Tile, keys: _Keys, block: Block) -> _Att
     output = _heads_last(attention, probabilities @ v, r)
     active = (first < length)[..., None, None]
     return _Attended(rows, scores, probabilities, v, position, torch.where(active, output, 0))
+
+
+def _stacked_bias(attention: Attention, bias: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """The bias of rows [B, R] and keys [B, N], as scores are laid out: [B, Hkv, R * group, N]."""
+    b, r = rows.shape
+    at = position.clamp(max=bias.shape[2] - 1)[:, None, None]
+    chosen = bias[rows].gather(3, at.expand(b, r, bias.shape[1], -1)).expand(b, r, attention.heads, -1)
+    apart = chosen.reshape(b, r, attention.kv_heads, attention.group, -1)
+    return apart.transpose(1, 2).flatten(2, 3)
 
 
 def _heads_last(attention: Attention, stacked: Tensor, r: int) -> Tensor:
@@ -295,7 +306,10 @@ def _consume_rows(attention: Attention, store: Store, rows: Tensor, kept: int) -
     k = attention.k_pool[plane, page, head, position % page_size].to(dtype)  # [X, H, K, D]
     v = attention.v_pool[plane, page, head, position % page_size].to(dtype)
     scores = (k @ attention.q[rows].to(dtype)[..., None]).squeeze(-1).mul_(attention.scale)
-    scores = _soft_cap(attention, scores).masked_fill_(~valid, -torch.inf)
+    scores = _soft_cap(attention, scores)
+    if attention.bias is not None:
+        scores += attention.bias[rows].expand(-1, attention.heads, -1).gather(2, position)
+    scores.masked_fill_(~valid, -torch.inf)
     probabilities = torch.softmax(scores, dim=-1)
     over_kept = (probabilities[:, :, None] @ v.masked_fill_(~valid[..., None], 0)).squeeze(2)
     mass, o_ref, c_ref = (x[slot, store.site].to(dtype) for x in (store.mass, store.o_ref, store.c_ref))

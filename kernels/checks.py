@@ -83,6 +83,56 @@ def check_write(
     _expect(k_pool.device == k.device, f"k_pool is on {k_pool.device} but k is on {k.device}")
 
 
+def check_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless q [B, H, D], caches [B, Hkv, S, D], table [B, S] and bias [B, H or 1, S] fit together."""
+    _expect(q.dim() == 3, f"q must be [rows, heads, head_dim], got shape {tuple(q.shape)}")
+    _expect(
+        k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
+        "k_cache and v_cache must both be [rows, kv_heads, keys, head_dim], "
+        f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}",
+    )
+    rows, heads, head_dim = q.shape
+    _expect(
+        k_cache.shape[0] == rows and k_cache.shape[3] == head_dim,
+        f"q is {tuple(q.shape)}, but the caches hold {k_cache.shape[0]} rows of head_dim {k_cache.shape[3]}",
+    )
+    _expect(
+        heads % k_cache.shape[1] == 0,
+        f"q has {heads} heads, which is no multiple of the {k_cache.shape[1]} key/value heads of the caches",
+    )
+    _expect(
+        tuple(table.shape) == (rows, k_cache.shape[2]),
+        f"table must be [{rows}, {k_cache.shape[2]}], got {tuple(table.shape)}",
+    )
+    if bias is not None:
+        _expect(
+            bias.shape in ((rows, 1, table.shape[1]), (rows, heads, table.shape[1])),
+            f"bias must be [{rows}, 1 or {heads}, {table.shape[1]}], got {tuple(bias.shape)}",
+        )
+        _expect(bias.device == q.device, f"bias is on {bias.device} but q is on {q.device}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _expect(cache.dtype == q.dtype, f"{name} is {cache.dtype} but q is {q.dtype}; they must agree")
+        _expect(cache.device == q.device, f"{name} is on {cache.device} but q is on {q.device}")
+
+
+def check_rows(attention: Attention) -> None:
+    """Raise ValueError unless the table and the row tensors are int32 [T] on q's device; values on the CPU only."""
+    for name, tensor in _row_tensors(attention).items():
+        _expect(
+            tuple(tensor.shape) == (attention.rows,),
+            f"{name} must be [{attention.rows}], got {tuple(tensor.shape)}",
+        )
+    for name, tensor in {"block_table": attention.block_table, **_row_tensors(attention)}.items():
+        _expect(tensor.dtype == torch.int32, f"{name} must be int32, got {tensor.dtype}")
+        _expect(
+            tensor.device == attention.q.device, f"{name} is on {tensor.device}, q on {attention.q.device}"
+        )
+    if attention.q.device.type == "cpu":
+        keys = _table_keys(attention.k_pool, attention.block_table)
+        _in_range("length", attention.row_length, 0, keys + 1, "the keys of the cache")
+        _in_range("table", attention.block_table, 0, attention.k_pool.shape[1], "the positions of the cache")
+
+
 def check_store(attention: Attention, store: Store) -> None:
     """Raise ValueError unless the store's tensors fit q and each other."""
     slots, sites = store.count.shape[:2]

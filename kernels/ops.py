@@ -8,6 +8,13 @@ implementations too.
     mixed     each row by row_mode: 0 inactive, 1 dense, 2 capture, 3 consume
     site      a marker that stands for an attention call while a model is traced; it cannot run
 
+For one decode step over caches `[B, Hkv, S, D]` that already hold the step's own keys (`cached`):
+
+    visible_keys    a mask as a list of visible positions per row
+    cached_dense    attend to all visible keys
+    cached_capture  the same, and the reference of each row as fresh tensors
+    cached_consume  attend to the captured keys only, corrected to the reference
+
 Tensor arguments come in the field order of `arguments.Attention` and `arguments.Store`; shapes are described
 there. A schema names what the op mutates; results are fresh contiguous memory of q's shape and dtype and
 alias no input. Inputs may have any strides. All rows' k and v are written before any row attends, so the rows
@@ -24,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import cached, dispatch
 from .arguments import allocate_output
+from .retention import Retention
 
 NAMESPACE = "sparse_compile"
 
@@ -40,6 +48,9 @@ _STORE_READ = "Tensor row_slot, Tensor index, Tensor count, Tensor mass, Tensor 
 _PLANE = "int plane, int plane_stride"
 _RETENTION = "int retention_num, int retention_den"
 _HOW = "str implementation, int query_rows=0"
+_CACHED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, Tensor length, Tensor row, Tensor? bias"
+_CACHED_HOW = "float scale, float softcap, str implementation"
+_HELD = "Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref"
 
 SCHEMAS = {
     "kv_write": (
@@ -59,6 +70,12 @@ SCHEMAS = {
         f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True) -> Tensor"
     ),
     "site": "(Tensor q, Tensor k, Tensor v, *, float scale, int window, float softcap) -> Tensor",
+    "cached_dense": f"({_CACHED}, *, {_CACHED_HOW}) -> Tensor",
+    "cached_capture": (
+        f"({_CACHED}, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}) -> "
+        "(Tensor out, Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref)"
+    ),
+    "cached_consume": f"({_CACHED}, Tensor slot, {_HELD}, *, {_CACHED_HOW}) -> Tensor",
 }
 """Op name -> schema without the name."""
 
@@ -71,14 +88,33 @@ def _fake_attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
     return allocate_output(q)
 
 
+def _fake_cached_capture(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    *_: Any,
+    retention_num: int,
+    retention_den: int,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    retention = Retention(retention_num, retention_den)
+    return allocate_output(q), *cached.allocate_store(q, table, retention)
+
+
+_FAKES = {"kv_write": _fake_write, "cached_capture": _fake_cached_capture}
+_REAL = {"cached_dense": cached.dense, "cached_capture": cached.capture, "cached_consume": cached.consume}
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for backend in ("CPU", "CUDA"):
-            library.impl(name, getattr(dispatch, name), backend)
-        fake = _fake_write if name == "kv_write" else _fake_attention
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+            library.impl(name, _REAL.get(name) or getattr(dispatch, name), backend)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES.get(name, _fake_attention), lib=library)
+    library.define("visible_keys(Tensor visible) -> (Tensor table, Tensor length, Tensor row, Tensor slot)")
+    library.impl("visible_keys", cached.visible_keys, "CompositeImplicitAutograd")
     return library
 
 

@@ -78,7 +78,7 @@ def _dense_row(attention: Attention, row: int, dtype: torch.dtype | None) -> Ten
     heads = []
     for head in range(attention.heads):
         query, keys, values = _operands(attention, row, head, positions, dtype)
-        probabilities = torch.softmax(_scores(attention, query, keys), dim=0)
+        probabilities = torch.softmax(_scores(attention, row, head, query, keys, positions), dim=0)
         heads.append(probabilities @ values)
     return torch.stack(heads)
 
@@ -95,7 +95,7 @@ def _capture_row(
     positions = torch.arange(length, device=attention.q.device)
     for head in range(attention.heads):
         query, keys, values = _operands(attention, row, head, positions, dtype)
-        scores = _scores(attention, query, keys)
+        scores = _scores(attention, row, head, query, keys, positions)
         probabilities = torch.softmax(scores, dim=0)
         kept = torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
         mass = probabilities[kept].sum()
@@ -118,7 +118,8 @@ def _consume_row(attention: Attention, store: Store, row: int, dtype: torch.dtyp
     for head in range(attention.heads):
         positions = store.index[slot, site, head, :count].long()
         query, keys, values = _operands(attention, row, head, positions, dtype)
-        over_kept = torch.softmax(_scores(attention, query, keys), dim=0) @ values
+        scores = _scores(attention, row, head, query, keys, positions)
+        over_kept = torch.softmax(scores, dim=0) @ values
         mass, o_ref, c_ref = (
             x[slot, site, head].to(query.dtype) for x in (store.mass, store.o_ref, store.c_ref)
         )
@@ -149,7 +150,13 @@ def _operands(
     return attention.q[row, head].to(dtype), keys.to(dtype), values.to(dtype)
 
 
-def _scores(attention: Attention, query: Tensor, keys: Tensor) -> Tensor:
-    """scale * q.k_j, soft-capped [N]."""
+def _scores(
+    attention: Attention, row: int, head: int, query: Tensor, keys: Tensor, positions: Tensor
+) -> Tensor:
+    """scale * q.k_j, soft-capped, with the bias of each key [N]."""
     scores = attention.scale * (keys @ query)
-    return attention.softcap * torch.tanh(scores / attention.softcap) if attention.softcap else scores
+    if attention.softcap:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    if attention.bias is not None:
+        scores = scores + attention.bias[row, head if attention.bias.shape[1] > 1 else 0, positions]
+    return scores

@@ -38,6 +38,12 @@ def soft_cap(s, cap):
 
 
 @triton.jit
+def add_bias(s, bias, at, n, ok):
+    """s [BM, BN] plus the bias of the keys n [BN] for the lines that start at `at` [BM]."""
+    return s + tl.load(bias + at[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def page_of(table_row, n, ok, PAGE: tl.constexpr):
     """int32 [BN]: pages of the keys n [BN]; page 0 for entries that are not `ok`."""
     return tl.load(table_row + n // PAGE, mask=ok, other=0)
@@ -150,11 +156,11 @@ def emit(
 @triton.jit
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
-    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived,
-    q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
+    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, bias,
+    bias_t, bias_h, q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
     plane, plane_stride, scale, cap, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr,
     MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
@@ -256,6 +262,8 @@ def attention_kernel(
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
+                if HAS_BIAS:
+                    s = add_bias(s, bias, rows * bias_t + heads * bias_h, n, live[:, None] & ok[None, :])
                 m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
         else:
             offset = tl.arange(0, BN)
@@ -272,6 +280,8 @@ def attention_kernel(
                 s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
                 if HAS_CAP:
                     s = soft_cap(s, cap)
+                if HAS_BIAS:
+                    s = add_bias(s, bias, rows * bias_t + heads * bias_h, n, live[:, None] & ok[None, :])
                 seen = ok[None, :] & (n[None, :] < length_m[:, None])
                 if HAS_WINDOW:
                     seen = seen & (n[None, :] >= first_m[:, None])

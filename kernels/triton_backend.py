@@ -1,9 +1,9 @@
 """The Triton implementation behind the ops: launches, scratch, and the choice of tile sizes.
 
-Every function writes the rows' keys and values itself (`WRITES_KEYS`), then launches: dense and consume are one kernel,
-capture three (attend, select, reference), mixed one, or three at sites where a row may capture. Nothing here reads the
-device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change between replays, and the grid
-covers whatever the block table could hold.
+Every function writes the rows' keys and values itself (`WRITES_KEYS`) where the call has any, then launches: dense and
+consume are one kernel, capture three (attend, select, reference), mixed one, or three at sites where a row may capture.
+Nothing here reads the device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change
+between replays, and the grid covers whatever the block table could hold.
 
 On the CPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 was set before this module was imported.
 """
@@ -143,27 +143,30 @@ def _attend(
     tiles = tiles_for(a)
     captures = captures or mode == MODE_CAPTURE.value
     scratch = Scratch(a, tiles, keeps_scores=captures)
-    fuse = a.query_rows == 1
-    if a.k is None or a.v is None:
-        raise ValueError("the Triton implementation writes the rows' keys and values itself: give it k and v")
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
-    if not fuse:
+    writes = a.k is not None and a.v is not None
+    fuse = writes and a.query_rows == 1
+    k, v = a.q, a.q  # stand for what is not read
+    if a.k is not None and a.v is not None:
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
+    if writes and not fuse:
         _write(a, k, v)
     limit = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
     if store is not None:
         kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
         limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
     s = store if store is not None else _no_store(a)
+    bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     grid = (a.heads if per_head else a.kv_heads, limit, a.rows // group)
     attention_kernel[grid](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
-        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
-        a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived, bias,
+        bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0, a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
+        HAS_BIAS=a.bias is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width,
