@@ -103,6 +103,11 @@ def _arrivals(device: torch.device, lines: int) -> Tensor:
     return buffers[-1]
 
 
+def reserve_arrivals(device: torch.device, lines: int) -> None:
+    """Make the counters for calls of up to `lines` rows x heads now, outside of any memory pool of a CUDA graph."""
+    _arrivals(device, lines)
+
+
 def _precision(q: Tensor) -> str:
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         return "upcast"

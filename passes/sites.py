@@ -7,12 +7,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from .base import Compilation, Pass
 from .errors import UnsupportedModel
 from .graph import SITE, is_call, module_path
 from .program import Site
 from .trace import strip_wrapper
+
+
+def number_calls(paths: Sequence[str]) -> list[tuple[str, int, int]]:
+    """`(path, loop, loops)` for each call, given the module of each in execution order."""
+    calls, seen, found = Counter(paths), Counter[str](), []
+    for path in paths:
+        found.append((path, seen[path], calls[path]))
+        seen[path] += 1
+    return found
 
 
 class LabelSites(Pass):
@@ -23,15 +33,12 @@ class LabelSites(Pass):
     def run(self, compilation: Compilation) -> dict[str, int]:
         markers = tuple(node for node in compilation.graph.graph.nodes if is_call(node, SITE))
         labels = [module_path(node) for node in markers]
-        calls = Counter(path for path, _ in labels)
         if len(set(labels)) != len(labels):
             path = next(label for label, count in Counter(labels).items() if count > 1)[0]
             raise UnsupportedModel(f"{strip_wrapper(path)} attends twice in one call.", strip_wrapper(path))
-        seen: Counter[str] = Counter()
+        numbered = number_calls([path for path, _ in labels])
         sites = []
-        for plane, (node, (path, _)) in enumerate(zip(markers, labels, strict=True)):
-            loop = seen[path]
-            seen[path] += 1
+        for plane, (node, (path, loop, loops)) in enumerate(zip(markers, numbered, strict=True)):
             query, key = node.args[0].meta["val"], node.args[1].meta["val"]
             layer = strip_wrapper(path)
             sites.append(
@@ -39,7 +46,7 @@ class LabelSites(Pass):
                     name=f"{layer}@{loop}",
                     layer=layer,
                     loop=loop,
-                    loops=calls[path],
+                    loops=loops,
                     plane=plane,
                     store_site=None,
                     kind="dense",

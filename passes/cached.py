@@ -1,0 +1,145 @@
+"""The passes over a compiled forward with a cache: from the graph that Dynamo made to one with our ops.
+
+The graph belongs to the user's own model and keeps its cache, its masks and its inputs; only attention calls of one
+query over a cache change. A graph of a prefill is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from .base import Compilation, Options, Pass, PassManager
+from .cached_grammar import check_cached
+from .cached_rewrite import RewriteCalls
+from .cached_schedule import ScheduleCalls
+from .calls import AttentionCall, Unmatched, find_calls
+from .nodes import cache_inputs, fake
+from .program import PassRecord, Site
+from .sites import number_calls
+
+WindowOf = Callable[[AttentionCall], int]
+NO_PAST = "there is no past: its keys are those of this step"
+
+
+@dataclass
+class CachedCompilation(Compilation):
+    """A compilation of one graph from Dynamo.
+
+    Attributes:
+        window_of: the sliding window of a call, 0 for none; asked of the front end, which knows the modules.
+        calls: the calls that can be rewritten, one per site.
+        left: what was found and is left alone, with the reason.
+    """
+
+    window_of: WindowOf = field(default=lambda call: 0)
+    calls: tuple[AttentionCall, ...] = ()
+    left: tuple[Unmatched, ...] = ()
+    prefill: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the graph is: "decode", "prefill", or "other" where no call could choose between keys."""
+        if self.prefill:
+            return "prefill"
+        past = self.calls or [one for one in self.left if one.reason != NO_PAST]
+        return "decode" if past else "other"
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that made a node, without Dynamo's decoration; "" for none."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = str(stack[-1][0])
+    return path.removeprefix("L['self']").removeprefix(".").replace("_modules['", "").replace("']", "")
+
+
+class FindCalls(Pass):
+    """Fills `calls` and `left`; a graph in which some call has several queries is a prefill, and stays."""
+
+    name = "find_calls"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        assert isinstance(compilation, CachedCompilation)
+        found = list(find_calls(compilation.graph.graph))
+        understood = [call for call in found if isinstance(call, AttentionCall)]
+        compilation.prefill = not all(call.single for call in understood)
+        left = [one for one in found if isinstance(one, Unmatched)]
+        calls = []
+        for call in understood:
+            reason = _reason_to_leave(call, compilation)
+            if reason:
+                left.append(Unmatched(call.node, reason))
+            else:
+                calls.append(call)
+        compilation.calls, compilation.left = tuple(calls), tuple(left)
+        return {"found": len(found), "rewritable": len(calls)}
+
+
+def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str:
+    if not call.single:
+        return "prefill: it has several queries"
+    if call.fresh:
+        return NO_PAST
+    if not cache_inputs(call.key) or not cache_inputs(call.value):
+        return "its keys do not come from a cache"
+    if compilation.prefill:
+        return "prefill: other calls of the graph have several queries"
+    return ""
+
+
+class LabelCalls(Pass):
+    """Fills `sites`, one per call: module path, how often it was called before, and its sizes."""
+
+    name = "label_calls"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        assert isinstance(compilation, CachedCompilation)
+        paths = [module_of(call.node) for call in compilation.calls]
+        sites = []
+        for plane, (call, (path, loop, loops)) in enumerate(zip(compilation.calls, number_calls(paths), strict=True)):
+            query, key = fake(call.query), fake(call.key)
+            sites.append(
+                Site(
+                    name=f"{path}@{loop}",
+                    layer=path,
+                    loop=loop,
+                    loops=loops,
+                    plane=plane,
+                    store_site=None,
+                    kind="dense",
+                    reason="not scheduled yet",
+                    heads=int(query.shape[1]),
+                    kv_heads=int(key.shape[1]),
+                    head_dim=int(query.shape[3]),
+                    scale=call.scale,
+                    window=compilation.window_of(call),
+                    softcap=call.softcap,
+                )
+            )
+        compilation.sites = tuple(sites)
+        compilation.markers = tuple(call.node for call in compilation.calls)
+        return {"sites": len(sites), "looped": sum(site.loops > 1 for site in sites)}
+
+
+PASSES = (FindCalls(), LabelCalls(), ScheduleCalls(), RewriteCalls())
+
+
+def rewrite_graph(
+    graph: fx.GraphModule, options: Options, window_of: WindowOf, number: int = 0
+) -> tuple[CachedCompilation, tuple[PassRecord, ...]]:
+    """Run all passes on `graph`, in place. `number` tells the dumps of several graphs apart.
+
+    Raises:
+        OptionError: `capture_loop` is not below the number of loops.
+        PassError: a bug of the compiler.
+    """
+    if options.dump_dir is not None:
+        options = replace(options, dump_dir=options.dump_dir / f"graph_{number:02d}")
+    compilation = CachedCompilation(graph, options, window_of=window_of)
+    records = PassManager(PASSES, check_cached).run(compilation)
+    graph.recompile()
+    return compilation, records

@@ -1,0 +1,127 @@
+"""Attention calls into ops, in place.
+
+    o = sdpa(q, k, v, attn_mask=m)                 table, length, row, slot = visible_keys(m[:, 0, 0].expand(B, S))
+    ...                                     ->     o, index, count, mass, o_ref, c_ref = cached_capture(q[:, :, 0], ...)
+    o = sdpa(q', k', v', attn_mask=m)              o = cached_consume(q'[:, :, 0], ..., index, count, mass, o_ref, c_ref)
+
+Calls under one mask share one table. Sliding-window calls keep what they are. What capture hands to consume are values
+of the graph: nothing is stored, and no pass of a compiler can part the two.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..kernels import ops as _registered  # noqa: F401  registers torch.ops.sparse_compile
+from .base import Compilation, Options, Pass
+from .errors import PassError
+from .masks import build_bias, build_visible
+from .nodes import fake
+from .program import Site
+
+if TYPE_CHECKING:
+    from .calls import AttentionCall
+
+_ops = torch.ops.sparse_compile
+OPS = {
+    "dense": _ops.cached_dense.default,
+    "capture": _ops.cached_capture.default,
+    "consume": _ops.cached_consume.default,
+}
+HELD = 5
+"""How many values a capture hands to its consumes."""
+
+
+class RewriteCalls(Pass):
+    """Replaces every call whose site has no window."""
+
+    name = "rewrite_calls"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        calls: tuple[AttentionCall, ...] = compilation.calls  # type: ignore[attr-defined]
+        rewriter = _Rewriter(compilation.graph.graph, compilation.options)
+        for site, call in zip(compilation.sites, calls, strict=True):
+            if not site.window:
+                rewriter.replace(site, call)
+        return dict(rewriter.counts)
+
+    def ensure(self, compilation: Compilation) -> None:
+        left = set(compilation.graph.graph.nodes)
+        for site, marker in zip(compilation.sites, compilation.markers, strict=True):
+            if (marker in left) != bool(site.window):
+                raise PassError(f"{site.name} was to be {'kept' if site.window else 'rewritten'}, and was not")
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, options: Options) -> None:
+        self.graph, self.options = graph, options
+        self.counts: Counter[str] = Counter(dense=0, capture=0, consume=0)
+        self.tables: dict[Any, tuple[fx.Node, ...]] = {}
+        self.held: dict[str, tuple[fx.Node, ...]] = {}
+
+    def replace(self, site: Site, call: AttentionCall) -> None:
+        before = set(self.graph.nodes)
+        with self.graph.inserting_before(call.node):
+            rows, keys = self._sizes(call)
+            table, length, row, slot = self._table(call, rows, keys)
+            bias = build_bias(self.graph, call.mask, table, rows, keys)
+            query = self.graph.call_function(operator.getitem, (call.query, (slice(None), slice(None), 0)))
+            arguments: list[Any] = [query, call.key, call.value, table, length, row, bias]
+            out = self._op(site, arguments, slot)
+            out = self.graph.call_method("unsqueeze", (out, 2))
+        for node in self.graph.nodes:
+            if node not in before:
+                node.meta = {**call.node.meta, "pass": "rewrite_calls", "site": site.name, **node.meta}
+                node.meta.pop("example_value", None)
+        out.meta["example_value"] = call.node.meta.get("example_value")
+        call.node.replace_all_uses_with(out)
+        self._erase(call)
+        self.counts[site.kind] += 1
+
+    def _op(self, site: Site, arguments: list[Any], slot: fx.Node) -> fx.Node:
+        keywords: dict[str, Any] = {"scale": site.scale, "softcap": site.softcap}
+        keywords["implementation"] = self.options.implementation
+        if site.kind == "dense":
+            return self.graph.call_function(OPS["dense"], tuple(arguments), keywords)
+        if site.kind == "consume":
+            return self.graph.call_function(
+                OPS["consume"], (*arguments, slot, *self.held[site.layer]), keywords
+            )
+        share = self.options.retention
+        keywords |= {"retention_num": share.numerator, "retention_den": share.denominator}
+        made = self.graph.call_function(OPS["capture"], (*arguments, slot), keywords)
+        out, *held = (self._item(made, place) for place in range(1 + HELD))
+        self.held[site.layer] = tuple(held)
+        return out
+
+    def _item(self, node: fx.Node, place: int) -> fx.Node:
+        return self.graph.call_function(operator.getitem, (node, place))
+
+    def _sizes(self, call: AttentionCall) -> tuple[Any, Any]:
+        """Batch and cache length: numbers where the graph fixes them, nodes where it does not."""
+        query, key = fake(call.query), fake(call.key)
+        rows = query.shape[0] if isinstance(query.shape[0], int) else self._size(call.query, 0)
+        keys = key.shape[2] if isinstance(key.shape[2], int) else self._size(call.key, 2)
+        return rows, keys
+
+    def _size(self, node: fx.Node, dim: int) -> fx.Node:
+        return self.graph.call_method("size", (node, dim))
+
+    def _table(self, call: AttentionCall, rows: Any, keys: Any) -> tuple[fx.Node, ...]:
+        key = (call.mask.seen, str(fake(call.query).shape[0]), str(fake(call.key).shape[2]))
+        if key not in self.tables:
+            visible = build_visible(self.graph, call.mask, rows, keys, fake(call.query).device)
+            made = self.graph.call_function(_ops.visible_keys.default, (visible,))
+            self.tables[key] = tuple(self._item(made, place) for place in range(4))
+        return self.tables[key]
+
+    def _erase(self, call: AttentionCall) -> None:
+        """What only the old call needed. Nodes that write are among no call's covered nodes."""
+        for node in call.covered:
+            if not node.users:
+                self.graph.erase_node(node)

@@ -1,0 +1,61 @@
+"""Dense, capture or consume for each call, by loop depth, as far as the graph allows it.
+
+Sites are scheduled as in `schedule`. On top of that a consume needs to see the very keys that its capture saw: the same
+mask over a cache of the same length. Where it does not, it stays dense.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .base import Compilation, Pass
+from .nodes import fake
+from .program import Site
+from .schedule import check_capture_loop, check_order, schedule_site
+
+if TYPE_CHECKING:
+    from .calls import AttentionCall
+
+
+class ScheduleCalls(Pass):
+    name = "schedule_calls"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        calls: tuple[AttentionCall, ...] = compilation.calls  # type: ignore[attr-defined]
+        if any(site.loops > 1 for site in compilation.sites):
+            check_capture_loop(compilation.sites, compilation.options)
+        sites = []
+        for site in compilation.sites:
+            kind, reason = schedule_site(site, compilation.options)
+            sites.append(replace(site, kind=kind, reason=reason))
+        _demote(sites, calls)
+        compilation.sites = tuple(sites)
+        check_order(compilation.sites)
+        counts = Counter(site.kind for site in sites)
+        return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
+
+
+def _view(call: AttentionCall) -> tuple[Any, ...]:
+    """What must be equal for two calls to see the same keys under the same numbers."""
+    return call.mask.seen, str(fake(call.key).shape), str(fake(call.query).shape), fake(call.key).dtype
+
+
+def _demote(sites: list[Site], calls: tuple[AttentionCall, ...]) -> None:
+    """In place: consumes that see other keys than their capture become dense, captures that nobody reads too."""
+    source: dict[str, int] = {}
+    readers: Counter[int] = Counter()
+    for at, site in enumerate(sites):
+        if site.kind == "capture":
+            source[site.layer] = at
+        elif site.kind == "consume":
+            captured = source[site.layer]
+            if _view(calls[at]) == _view(calls[captured]):
+                readers[captured] += 1
+            else:
+                reason = f"sees other keys than the capture in loop {sites[captured].loop}"
+                sites[at] = replace(site, kind="dense", reason=reason)
+    for at, site in enumerate(sites):
+        if site.kind == "capture" and not readers[at]:
+            sites[at] = replace(site, kind="dense", reason="would capture, but no later loop consumes it")

@@ -1,0 +1,161 @@
+"""What an attention mask says, read from the graph that makes it.
+
+A mask is a sum of terms. A term that decides which keys are seen is True where they are (`visible`), True where they
+are not (`hidden`), or added to the scores (`additive`), where a value near the lowest of its dtype hides the key. An
+additive term that differs per head is a bias: it hides nothing, so another term must say what is seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import argument, fake, fake_maybe, is_number, operation
+
+LOWEST = -65504.0
+"""What float16 can hold; a constant at or below it hides a key, whatever the dtype."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """kind: "visible", "hidden", "additive" or "bias"; node: a tensor that broadcasts to [B, H, 1, S]."""
+
+    kind: str
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Mask:
+    """All terms; none means that every key is seen."""
+
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def seen(self) -> tuple[Term, ...]:
+        """The terms that decide which keys are seen."""
+        return tuple(term for term in self.terms if term.kind != "bias")
+
+    @property
+    def added(self) -> tuple[fx.Node, ...]:
+        """The terms that are added to the scores."""
+        return tuple(term.node for term in self.terms if term.kind in ("additive", "bias"))
+
+
+def read_mask(*masks: Any) -> Mask | str:
+    """The terms of a call's masks, or the reason why they cannot be read. None stands for no mask."""
+    terms: list[Term] = []
+    for mask in masks:
+        if mask is None:
+            continue
+        if isinstance(mask, Term):
+            terms.append(mask)
+        elif fake_maybe(mask) is None:
+            return "its mask is no tensor of the graph"
+        else:
+            terms += _terms(mask)
+    for term in terms:
+        if term.kind != "bias" and _per_head(term.node):
+            return "its mask hides other keys from each head"
+    if terms and all(term.kind == "bias" for term in terms):
+        return "its mask differs per head, and nothing says which keys are seen"
+    return Mask(tuple(dict.fromkeys(terms)))
+
+
+def hides(value: Any) -> bool:
+    """Whether a fill value hides a key."""
+    if isinstance(value, fx.Node):
+        return _constant(value)
+    return is_number(value) and value <= LOWEST
+
+
+def _constant(node: fx.Node) -> bool:
+    """`torch.tensor(LOWEST)` and `torch.full([], ...)` as models write them."""
+    given = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
+    return operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and given <= LOWEST  # type: ignore[operator]
+
+
+def _per_head(node: fx.Node) -> bool:
+    value = fake(node)
+    return value.dim() >= 3 and value.shape[-3] != 1
+
+
+def _terms(node: fx.Node) -> Iterator[Term]:
+    """One mask tensor, taken apart as far as the graph shows how it was put together."""
+    value, name = fake(node), operation(node)
+    if value.dtype == torch.bool:
+        yield Term("visible", node)
+        return
+    if name in ("contiguous", "clone") and isinstance(node.args[0], fx.Node):
+        yield from _terms(node.args[0])
+        return
+    first, second = argument(node, 0, "input"), argument(node, 1, "other")
+    if name == "where" and len(node.args) == 3 and isinstance(first, fx.Node) and hides(node.args[2]):
+        yield Term("visible", first)
+        yield from _rest(second)
+    elif name == "masked_fill" and isinstance(second, fx.Node) and hides(argument(node, 2, "value")):
+        yield Term("hidden", second)
+        yield from _rest(first)
+    elif name == "add" and fake_maybe(first) is not None and fake_maybe(second) is not None:
+        yield from _terms(first)
+        yield from _terms(second)
+    else:
+        yield Term("bias" if _per_head(node) else "additive", node)
+
+
+def _rest(value: Any) -> Iterator[Term]:
+    """What stands where a key is seen: nothing if it is zero."""
+    if isinstance(value, fx.Node) and fake_maybe(value) is not None:
+        yield from _terms(value)
+
+
+def build_visible(graph: fx.Graph, mask: Mask, rows: Any, keys: Any, device: torch.device) -> fx.Node:
+    """New nodes at the graph's insertion point: bool [rows, keys], True where a key is seen."""
+    seen = [_as_visible(graph, term) for term in mask.seen]
+    if not seen:
+        return graph.call_function(torch.ones, ((rows, keys),), {"dtype": torch.bool, "device": device})
+    found = seen[0]
+    for other in seen[1:]:
+        found = graph.call_function(torch.logical_and, (found, other))
+    return graph.call_method("expand", (found, rows, keys))
+
+
+def _as_visible(graph: fx.Graph, term: Term) -> fx.Node:
+    value = fake(term.node)
+    flat = _flatten(graph, term.node, value.dim(), heads=False)
+    if term.kind == "visible":
+        return flat
+    if term.kind == "hidden":
+        return graph.call_function(torch.logical_not, (flat,))
+    return graph.call_function(torch.gt, (flat, torch.finfo(value.dtype).min / 2))
+
+
+def build_bias(graph: fx.Graph, mask: Mask, table: fx.Node, rows: Any, keys: Any) -> fx.Node | None:
+    """New nodes: what is added to the score of each visible key, [rows, heads or 1, keys] in the table's order."""
+    if not mask.added:
+        return None
+    flat = [_flatten(graph, node, fake(node).dim(), heads=True) for node in mask.added]
+    heads = max(int(fake(node).shape[-3]) if fake(node).dim() >= 3 else 1 for node in mask.added)
+    total = flat[0]
+    for other in flat[1:]:
+        total = graph.call_function(torch.add, (total, other))
+    total = graph.call_method("expand", (total, rows, heads, keys))
+    at = graph.call_method("long", (table,))
+    at = graph.call_method("expand", (graph.call_method("unsqueeze", (at, 1)), rows, heads, keys))
+    return graph.call_function(torch.gather, (total, 2, at))
+
+
+def _flatten(graph: fx.Graph, node: fx.Node, dims: int, *, heads: bool) -> fx.Node:
+    """[.., heads, 1, S] without the query's dimension, and without the heads unless asked for: three or two dims."""
+    whole = slice(None)
+    if heads:
+        at: Any = {4: (whole, whole, 0), 3: (None, whole, 0), 2: (None, whole), 1: (None, None)}[dims]
+    else:
+        at = {4: (whole, 0, 0), 3: (whole, 0), 2: (whole,), 1: (None,)}[dims]
+    return graph.call_function(operator.getitem, (node, at))
+
+

@@ -1,0 +1,206 @@
+"""Reading the graphs that Dynamo hands to a backend, where one operation has many spellings.
+
+`a @ b`, `torch.matmul(a, b)` and `a.matmul(b)` are three targets; `operation` gives them one name. Shapes are those of
+the fake values that Dynamo leaves on its nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+F = torch.nn.functional
+
+_FUNCTIONS: dict[Any, str] = {
+    F.scaled_dot_product_attention: "sdpa",
+    torch.matmul: "matmul",
+    torch.bmm: "matmul",
+    operator.matmul: "matmul",
+    operator.mul: "mul",
+    operator.imul: "mul",
+    torch.mul: "mul",
+    operator.truediv: "div",
+    operator.itruediv: "div",
+    torch.div: "div",
+    operator.add: "add",
+    operator.iadd: "add",
+    torch.add: "add",
+    torch.softmax: "softmax",
+    F.softmax: "softmax",
+    F.dropout: "dropout",
+    torch.dropout: "dropout",
+    torch.tanh: "tanh",
+    torch.where: "where",
+    torch.masked_fill: "masked_fill",
+    torch.transpose: "transpose",
+    torch.permute: "permute",
+    torch.reshape: "reshape",
+    torch.repeat_interleave: "repeat_interleave",
+    torch.cat: "cat",
+    torch.unsqueeze: "unsqueeze",
+    operator.getitem: "getitem",
+    getattr: "getattr",
+}
+_METHODS = {
+    "__matmul__": "matmul",
+    "bmm": "matmul",
+    "mul_": "mul",
+    "div_": "div",
+    "add_": "add",
+    "swapaxes": "transpose",
+    "view": "reshape",
+    "float": "cast",
+    "to": "cast",
+    "type": "cast",
+    "type_as": "cast",
+    "half": "cast",
+    "bfloat16": "cast",
+    "double": "cast",
+}
+
+
+def operation(node: fx.Node) -> str:
+    """One name for all spellings of an operation; "" for what is no call."""
+    if node.op == "call_function":
+        known = _FUNCTIONS.get(node.target)
+        return known if known is not None else str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_method":
+        return _METHODS.get(str(node.target), str(node.target))
+    return ""
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument that may have been given by place or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def fake_maybe(node: Any) -> torch.Tensor | None:
+    """The fake tensor that stands for a node's value, if it is one."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    found = fake_maybe(node)
+    assert found is not None, f"node {node.name} carries no tensor"
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def scalar_operand(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """`(x, c)` of a product, quotient or sum of a tensor and a plain number; for a quotient c divides."""
+    first, second = argument(node, 0, "input"), argument(node, 1, "other")
+    if isinstance(first, fx.Node) and is_number(second):
+        return first, float(second)
+    if isinstance(second, fx.Node) and is_number(first) and operation(node) != "div":
+        return second, float(first)
+    return None
+
+
+def untransposed(node: fx.Node) -> fx.Node | None:
+    """x of `x.transpose(-2, -1)` in any spelling, for x with four dimensions."""
+    value = fake_maybe(node)
+    if value is None or value.dim() != 4:
+        return None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    name = operation(node)
+    if name == "transpose":
+        dims = {int(argument(node, 1, "dim0")) % 4, int(argument(node, 2, "dim1")) % 4}
+        return source if dims == {2, 3} else None
+    if name == "permute":
+        given = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+        return source if [int(d) % 4 for d in given] == [0, 1, 3, 2] else None  # type: ignore[arg-type]
+    if name == "getattr" and node.args[1] == "mT":
+        return source
+    return None
+
+
+def without_casts(node: fx.Node) -> fx.Node:
+    """The value before casts and copies that keep its shape."""
+    while operation(node) in ("cast", "contiguous", "clone") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def unrepeated(node: fx.Node) -> fx.Node:
+    """The KV heads before they were repeated for their query heads; the node itself if they were not.
+
+    Both spellings: `x[:, :, None].expand(...).reshape(...)` and `x.repeat_interleave(n, 1)`.
+    """
+    node = without_casts(node) if operation(node) in ("contiguous", "clone") else node
+    name = operation(node)
+    if name == "repeat_interleave":
+        source, dim = node.args[0], argument(node, 2, "dim")
+        given = argument(node, 1, "repeats")
+        if isinstance(source, fx.Node) and isinstance(given, int) and dim in (1, -3):
+            return source
+    if name != "reshape" or not isinstance(node.args[0], fx.Node) or operation(node.args[0]) != "expand":
+        return node
+    raised = node.args[0].args[0]
+    if not isinstance(raised, fx.Node) or operation(raised) not in ("getitem", "unsqueeze"):
+        return node
+    base, wide = raised.args[0], fake_maybe(raised)
+    if not isinstance(base, fx.Node) or wide is None:
+        return node
+    narrow, whole, spread = fake_maybe(base), fake(node), fake(node.args[0])
+    if narrow is None or narrow.dim() != 4 or wide.dim() != 5 or spread.dim() != 5 or whole.dim() != 4:
+        return node
+    b, h, s, d = narrow.shape
+    same = tuple(wide.shape) == (b, h, 1, s, d) and tuple(whole.shape) == (b, h * spread.shape[2], s, d)
+    return base if same else node
+
+
+_LAYOUT = {
+    "getitem",
+    "transpose",
+    "permute",
+    "reshape",
+    "expand",
+    "contiguous",
+    "unsqueeze",
+    "squeeze",
+    "clone",
+    "cast",
+    "getattr",
+}
+_UPDATES = {"index_copy", "index_put", "scatter", "slice_scatter", "index_copy_", "index_put_", "copy_", "cat"}
+_MAKERS = {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"}
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """Where the memory of a value comes from, through layout changes and cache updates."""
+    name = operation(node)
+    if name == "cat":
+        parts = argument(node, 0, "tensors")
+        for part in parts if isinstance(parts, tuple | list) else ():
+            if isinstance(part, fx.Node):
+                yield from _sources(part)
+    elif name in _LAYOUT | _UPDATES and isinstance(node.args[0], fx.Node):
+        yield from _sources(node.args[0])
+    else:
+        yield node
+
+
+def cache_inputs(node: fx.Node) -> list[fx.Node]:
+    """The graph inputs, other than weights, that a value is a view or an update of."""
+    return [
+        source
+        for source in _sources(node)
+        if source.op == "placeholder" and not isinstance(fake_maybe(source), torch.nn.Parameter)
+    ]
+
+
+def made_here(node: fx.Node) -> bool:
+    """Whether the memory of a value is allocated in this graph: a cache before its first use."""
+    return any(operation(source) in _MAKERS for source in _sources(node))

@@ -1,0 +1,96 @@
+"""The backend itself: find, rewrite, report, hand on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from sparse_compile.backend.frame import Frame, frame_locals
+from sparse_compile.backend.options import BackendOptions
+from sparse_compile.backend.report import GraphReport, Left, remember
+from sparse_compile.backend.unmatched import check_matched
+from sparse_compile.passes.cached import CachedCompilation, module_of, rewrite_graph
+from sparse_compile.passes.program import PassRecord
+
+log = logging.getLogger("sparse_compile.backend")
+_numbers = itertools.count()
+
+
+def sparse_compile_backend(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """What torch.compile calls for every graph: `torch.compile(model, backend="sparse_compile", options={...})`.
+
+    Decode graphs (one query per row over a cache) are rewritten by loop depth, all others stay dense; both go to
+    Inductor.
+
+    Raises:
+        ArgumentError: an option that is unknown or outside of its limit.
+        OptionError: `capture_loop` is not below the number of loops.
+        NothingRewritten: nothing in a decode graph could be rewritten or became sparse (`on_unmatched="error"`).
+    """
+    settings = BackendOptions.of(options, mode)
+    number = next(_numbers)
+    before = graph.print_readable(print_output=False) if _traces() else ""
+    dump = os.environ.get("SPARSE_COMPILE_DUMP")
+    compilation, passes = rewrite_graph(
+        graph, settings.for_passes(Path(dump) if dump else None), Frame(frame_locals()).window_of, number
+    )
+    report = _report(number, compilation, passes)
+    remember(report)
+    _log(report, before, graph)
+    check_matched(report, settings)
+    if settings.inductor is False:
+        return graph.forward
+    from sparse_compile.backend.inductor import compile_with_inductor
+
+    return compile_with_inductor(graph, inputs, settings)
+
+
+def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
+    left = tuple(Left(one.node.name, module_of(one.node), one.reason) for one in compilation.left)
+    return GraphReport(number, compilation.kind, compilation.sites, left, _break_of(compilation.graph), passes)
+
+
+def _break_of(graph: fx.GraphModule) -> str:
+    """Why Dynamo ended the graph here, with the line of the user's code; "" where the function ended too."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return ""
+    first = (str(reason.reason).strip() or "no reason given").splitlines()[0]
+    stack = list(reason.user_stack or ())
+    where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
+    return f"{first}{where}"
+
+
+def _traces() -> bool:
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers) or log.isEnabledFor(logging.DEBUG)
+
+
+def _log(report: GraphReport, before: str, graph: fx.GraphModule) -> None:
+    """TORCH_LOGS="sparse_compile.backend" shows reports, "+sparse_compile.backend" graphs too; tlparse shows both."""
+    from torch._logging import trace_structured
+
+    log.info("%s", report)
+    if not _traces():
+        return
+    after = graph.print_readable(print_output=False)
+    log.debug("graph %d before:\n%s\ngraph %d after:\n%s", report.number, before, report.number, after)
+    for name, text in (("before", before), ("after", after), ("report", str(report))):
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda name=name: {"name": f"sparse_compile_{name}", "encoding": "string"},
+            payload_fn=lambda text=text: text,
+        )

@@ -1,0 +1,71 @@
+"""What only the compiled frame knows: the modules and cache layers behind a graph's nodes.
+
+A graph from Dynamo names them by their place in the frame ("L['self'].model.layers.0.self_attn"), and a sliding window
+is an attribute of theirs that leaves no trace in the graph while the cache is shorter than the window.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sparse_compile.passes.calls import AttentionCall
+from sparse_compile.passes.nodes import cache_inputs
+
+_ROOT = re.compile(r"^(L\['\w+'\])\.?(.*)$")
+
+
+def frame_locals() -> dict[str, Any]:
+    """Local variables of the function that is being compiled; empty outside of a compilation by Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # no compilation is going on
+        return {}
+    return dict(translator.output.root_tx.f_locals) if translator is not None else {}
+
+
+class Frame:
+    """Looks up what stands behind names of one frame."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self.variables = variables
+
+    def module_maybe(self, path: str) -> Any:
+        """The module at a path of `nn_module_stack`, or None."""
+        found = _ROOT.match(path)
+        if not found:
+            return None
+        value = self._value(found[1])
+        for part in found[2].replace("_modules['", "").replace("']", "").split(".") if found[2] else []:
+            value = getattr(value, part, None)
+        return value
+
+    def holder_maybe(self, source: Any) -> Any:
+        """The object that has a graph input as an attribute or item, such as a layer of a cache; None if unknown."""
+        base = getattr(source, "base", None)
+        if base is None:
+            return None
+        name = base.name() if callable(base.name) else base.name
+        return self._value(name)
+
+    def _value(self, name: str) -> Any:
+        try:
+            return eval(name, {"__builtins__": {}}, {"L": self.variables})
+        except Exception:  # a name that is no plain path, such as a call; nothing is known about it then
+            return None
+
+    def window_of(self, call: AttentionCall) -> int:
+        """The sliding window of a call: its attention module's, or its cache layer's; 0 if neither has one."""
+        stack = list((call.node.meta.get("nn_module_stack") or {}).values())
+        module = self.module_maybe(str(stack[-1][0])) if stack else None
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int) and window > 0:
+            return window
+        for node in cache_inputs(call.key):
+            source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+            holder = self.holder_maybe(source)
+            if getattr(holder, "is_sliding", False) is True:
+                return int(getattr(holder, "max_cache_len", 0) or 1)
+        return 0

@@ -1,0 +1,91 @@
+"""Handing a graph to Inductor, with the identity of our passes in its cache keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from sparse_compile.backend.options import BackendOptions
+from sparse_compile.passes.errors import PassError
+
+_ops = torch.ops.sparse_compile
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+def source_files() -> tuple[str, ...]:
+    """Every file on which what we make of a graph depends: passes, ops and kernels, this front end."""
+    from sparse_compile import kernels, passes
+
+    rooms = [Path(module.__file__).parent for module in (kernels, passes) if module.__file__]
+    rooms.append(Path(__file__).parent)
+    return tuple(sorted(str(path) for room in rooms for path in room.glob("*.py")))
+
+
+@functools.cache
+def _sources_hash() -> bytes:
+    return get_hash_for_files(source_files())
+
+
+class CachesStay(CustomGraphPass):
+    """Runs on Inductor's graph after its own passes: none of our ops may be given a copy of a cache.
+
+    Its `uuid` covers our sources and options, so that Inductor's caches neither serve a graph made by other code or
+    for other options, nor miss an equal one. It runs what the user had in this place first.
+    """
+
+    def __init__(self, options: BackendOptions, before: Any = None) -> None:
+        self.options, self.before = options, before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        for node in graph.nodes:
+            if getattr(node.target, "namespace", "") != "sparse_compile":
+                continue
+            copied = [arg for arg in node.args[1:3] if isinstance(arg, fx.Node) and arg.target in _COPIES]
+            if copied:
+                raise PassError(f"{node.name} is given {copied[0].name}, a copy of a cache")
+
+    def uuid(self) -> Any:
+        theirs = self.before.uuid() if self.before is not None else None
+        if self.before is not None and theirs is None:
+            return None  # as Inductor has it: what cannot be identified is not cached
+        return _sources_hash(), repr(self.options), theirs
+
+
+def compile_with_inductor(
+    graph: fx.GraphModule, inputs: list[Any], options: BackendOptions
+) -> Callable[..., Any]:
+    """Inductor on a graph from Dynamo, with the mode and options that the user chose."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = options.config_patches()
+    mine = CachesStay(options, patches.get("post_grad_custom_post_pass"))
+    patches["post_grad_custom_post_pass"] = mine
+    _prepare_kernels(graph)
+    return compile_fx(graph, inputs, config_patches=patches)
+
+
+def _prepare_kernels(graph: fx.GraphModule) -> None:
+    """Memory that the Triton kernels keep between calls is made now: within a CUDA graph's pool it could not stay."""
+    from sparse_compile.passes.nodes import fake_maybe
+
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") != "sparse_compile" or len(node.args) < 3:
+            continue
+        value = fake_maybe(node.args[1])
+        query = fake_maybe(node.args[0].args[0]) if isinstance(node.args[0], fx.Node) else None
+        if value is None or query is None or value.device.type != "cuda":
+            continue
+        from sparse_compile.kernels.dispatch import resolve
+
+        if resolve(str(node.kwargs["implementation"]), "cuda", value.dtype, value.shape[3]) == "triton":
+            from sparse_compile.kernels.triton_backend import reserve_arrivals
+
+            reserve_arrivals(value.device, int(query.shape[0]) * int(query.shape[1]))

@@ -1,0 +1,102 @@
+"""What `torch.compile(..., backend="sparse_compile", options={...})` may say, checked before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from sparse_compile.config import SparseConfig, closest
+from sparse_compile.errors import ArgumentError
+from sparse_compile.kernels.retention import Retention
+from sparse_compile.passes.base import Options
+
+ON_UNMATCHED = ("error", "warn", "ignore")
+_SHARED = ("key_retention", "capture_loop", "recapture_every", "implementation", "enabled")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """Options of the backend. Frozen; a bad value is an `ArgumentError` (a ValueError).
+
+    key_retention, capture_loop, recapture_every, implementation, enabled: as in `SparseConfig`.
+    on_unmatched: what to do with a decode graph in which nothing is rewritten, or nothing is sparse though
+        key_retention is below 1: "error", "warn", or "ignore".
+    mode: a mode of torch.compile, such as "reduce-overhead". torch.compile takes either `mode=` or `options=`; this is
+        how to have both.
+    inductor: options of Inductor by name, on top of `mode`; or False to run the rewritten graph without Inductor,
+        which is slow and good for debugging.
+    """
+
+    key_retention: float | str | Decimal | Fraction = 0.1
+    capture_loop: int = 1
+    recapture_every: int | None = None
+    implementation: str = "auto"
+    enabled: bool = True
+    on_unmatched: str = "error"
+    mode: str | None = None
+    inductor: Mapping[str, Any] | bool = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        SparseConfig(**{name: getattr(self, name) for name in _SHARED})
+        if self.on_unmatched not in ON_UNMATCHED:
+            known = ", ".join(map(repr, ON_UNMATCHED))
+            raise ArgumentError(
+                "on_unmatched", self.on_unmatched, f"must be one of {known}", "pass on_unmatched='warn'"
+            )
+        if self.inductor is True:
+            object.__setattr__(self, "inductor", {})
+        if self.inductor is not False and not isinstance(self.inductor, Mapping):
+            raise ArgumentError(
+                "inductor", self.inductor, "must be a dict of Inductor's options, or False", "pass inductor={}"
+            )
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        if self.mode is None:
+            return
+        import torch._inductor
+
+        known = torch._inductor.list_mode_options()
+        if self.mode not in known:
+            limit = f"must be one of {', '.join(known)}"
+            raise ArgumentError("mode", self.mode, limit, "pass mode='reduce-overhead'")
+        if self.inductor is False:
+            raise ArgumentError(
+                "mode", self.mode, "is a mode of Inductor, and inductor=False", "leave one of them out"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> BackendOptions:
+        """From what torch.compile hands over; an unknown option is refused by name."""
+        given = dict(options or {})
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ArgumentError(
+                    name, given[name], f"unknown option; known are {', '.join(known)}", closest(name, known)
+                )
+        if mode is not None and mode != "default":
+            given.setdefault("mode", mode)
+        return cls(**given)
+
+    def for_passes(self, dump_dir: Path | None) -> Options:
+        config = SparseConfig(**{name: getattr(self, name) for name in _SHARED})
+        return Options(
+            retention=Retention.of(config.retention),
+            enabled=config.enabled,
+            capture_loop=config.capture_loop,
+            recapture_every=config.recapture_every,
+            implementation=config.implementation,
+            dump_dir=dump_dir,
+        )
+
+    def config_patches(self) -> dict[str, Any]:
+        """Inductor's settings: those of the mode, then those given by name."""
+        import torch._inductor
+
+        patches = dict(torch._inductor.list_mode_options(self.mode)) if self.mode else {}
+        return patches | (dict(self.inductor) if isinstance(self.inductor, Mapping) else {})

@@ -1,0 +1,114 @@
+"""What the backend did to each graph, as data and as text."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_compile.passes.program import PassRecord, Site
+
+KEPT = 256
+"""How many reports are remembered; the oldest are dropped."""
+
+_reports: deque[GraphReport] = deque(maxlen=KEPT)
+
+
+@dataclass(frozen=True)
+class Left:
+    """An attention call, or something like one, that was left as it is: its node, module and the reason."""
+
+    node: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph that torch.compile handed over.
+
+    Attributes:
+        number: its place among all graphs of this process.
+        kind: "decode" (one query per row over a cache), "prefill", or "other" (no attention call).
+        sites: the calls that were rewritten or, with a window, kept; in execution order.
+        left: the calls that were not.
+        graph_break: why and where the graph ends before the function does; "" if it does not.
+        cloned: cache-sized copies found before our ops after Inductor's passes; filled when Inductor has run.
+        passes: what each pass counted.
+    """
+
+    number: int
+    kind: str
+    sites: tuple[Site, ...]
+    left: tuple[Left, ...]
+    graph_break: str
+    passes: tuple[PassRecord, ...]
+
+    @property
+    def rewritten(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if not site.window)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter(site.kind for site in self.rewritten)
+        return {kind: found[kind] for kind in ("dense", "capture", "consume")}
+
+    @property
+    def total(self) -> int:
+        """Attention calls of the graph: rewritten or not."""
+        return len(self.sites) + len(self.left)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "kind": self.kind,
+            "rewritten": len(self.rewritten),
+            "total": self.total,
+            "counts": self.counts,
+            "sites": [
+                {"name": site.name, "kind": "window" if site.window else site.kind, "reason": site.reason}
+                for site in self.sites
+            ],
+            "left": [vars(one) for one in self.left],
+            "graph_break": self.graph_break,
+            "passes": [{"name": one.name, "counters": one.counters} for one in self.passes],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.number} ({self.kind}): {self.summary()}"]
+        for site in self.sites:
+            kind = "kept" if site.window else site.kind
+            lines.append(f"  {site.name}: {kind}, {site.reason}")
+        lines += [f"  {one.module or one.node}: left as it is, {one.reason}" for one in self.left]
+        if self.graph_break:
+            lines.append(f"  graph break: {self.graph_break}")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """ "rewrote 8 of 8 attention calls (2 layers x 4 loops): 2 dense, 2 capture, 4 consume"."""
+        if not self.total:
+            return "no attention call"
+        shape = ""
+        if self.sites:
+            layers, loops = len({site.layer for site in self.sites}), max(site.loops for site in self.sites)
+            shape = f" ({layers} layers, up to {loops} loops)"
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.counts.items())
+        return f"rewrote {len(self.rewritten)} of {self.total} attention calls{shape}: {kinds}"
+
+
+def remember(report: GraphReport) -> None:
+    _reports.append(report)
+
+
+def reports() -> tuple[GraphReport, ...]:
+    """The reports of all graphs compiled in this process, oldest first (at most the last 256)."""
+    return tuple(_reports)
+
+
+def last_report(kind: str = "decode") -> GraphReport | None:
+    """The latest report of a kind, None if there is none."""
+    return next((report for report in reversed(_reports) if report.kind == kind), None)
+
+
+def clear_reports() -> None:
+    _reports.clear()

@@ -1,0 +1,64 @@
+"""A decode graph from which the user gets less than was asked for: an error, a warning, or nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+from sparse_compile.backend.options import BackendOptions
+from sparse_compile.backend.report import GraphReport
+from sparse_compile.errors import SparseCompileError
+
+_SHOWN = 12
+
+
+class NothingRewritten(SparseCompileError, RuntimeError):  # noqa: N818  the name that users catch says what it is
+    """A decode graph in which no attention call could be rewritten, or none became sparse.
+
+    Attributes:
+        report: the report of the graph, with a reason per node.
+    """
+
+    def __init__(self, message: str, report: GraphReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+def check_matched(report: GraphReport, options: BackendOptions) -> None:
+    """Raise or warn, as `on_unmatched` says, if a decode graph gets nothing from this backend."""
+    problem = _problem(report, options)
+    if not problem or options.on_unmatched == "ignore":
+        return
+    message = f"{problem}\n{_reasons(report)}\n{_remedy(report)}"
+    if options.on_unmatched == "error":
+        raise NothingRewritten(message, report)
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _problem(report: GraphReport, options: BackendOptions) -> str:
+    if report.kind != "decode":
+        return ""
+    if not report.rewritten:
+        return f"none of the {report.total} attention calls of this decode graph was rewritten:"
+    retention = options.for_passes(None).retention
+    wants_sparse = options.enabled and retention.numerator < retention.denominator
+    if wants_sparse and not report.counts["consume"]:
+        return f"nothing is sparse: none of the {report.total} attention calls of this decode graph consumes:"
+    return ""
+
+
+def _reasons(report: GraphReport) -> str:
+    lines = [f"  {one.module or 'node'} ({one.node}): {one.reason}" for one in report.left]
+    lines += [
+        f"  {site.name}: {site.kind}, {site.reason}" for site in report.sites if site.kind != "consume"
+    ]
+    more = len(lines) - _SHOWN
+    lines = lines[:_SHOWN] + ([f"  and {more} more, see sparse_compile.backend.last_report()"] if more > 0 else [])
+    if report.graph_break:
+        lines.append(f"  graph break: {report.graph_break}")
+    return "\n".join(lines)
+
+
+def _remedy(report: GraphReport) -> str:
+    loops = max((site.loops for site in report.sites), default=0)
+    lower = "choose a lower capture_loop, or " if loops == 2 else ""
+    return f"To compile it all the same, {lower}pass options={{'on_unmatched': 'warn'}} or 'ignore'."
