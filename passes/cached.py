@@ -100,7 +100,9 @@ class LabelCalls(Pass):
         assert isinstance(compilation, CachedCompilation)
         paths = [module_of(call.node) for call in compilation.calls]
         sites = []
-        for plane, (call, (path, loop, loops)) in enumerate(zip(compilation.calls, number_calls(paths), strict=True)):
+        for plane, (call, (path, loop, loops)) in enumerate(
+            zip(compilation.calls, number_calls(paths), strict=True)
+        ):
             query, key = fake(call.query), fake(call.key)
             sites.append(
                 Site(

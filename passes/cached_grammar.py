@@ -24,7 +24,9 @@ def _check_consume(node: fx.Node) -> None:
     held = node.args[-HELD:]
     sources = [arg.args[0] for arg in held if isinstance(arg, fx.Node) and arg.target is operator.getitem]
     places = [arg.args[1] for arg in held if isinstance(arg, fx.Node) and arg.target is operator.getitem]
-    captures = {source for source in sources if isinstance(source, fx.Node) and source.target is OPS["capture"]}
+    captures = {
+        source for source in sources if isinstance(source, fx.Node) and source.target is OPS["capture"]
+    }
     if len(captures) != 1 or places != list(range(1, 1 + HELD)):
         raise PassError(f"{node.name} does not take its keys from one capture")
     (capture,) = captures

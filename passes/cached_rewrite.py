@@ -54,7 +54,9 @@ class RewriteCalls(Pass):
         left = set(compilation.graph.graph.nodes)
         for site, marker in zip(compilation.sites, compilation.markers, strict=True):
             if (marker in left) != bool(site.window):
-                raise PassError(f"{site.name} was to be {'kept' if site.window else 'rewritten'}, and was not")
+                raise PassError(
+                    f"{site.name} was to be {'kept' if site.window else 'rewritten'}, and was not"
+                )
 
 
 class _Rewriter:

@@ -120,16 +120,22 @@ def read_call(
     key, value = unrepeated(key), unrepeated(value)
     q, k, v = fake(query), fake(key), fake(value)
     if k.shape != v.shape or q.shape[3] != k.shape[3]:
-        return Unmatched(node, f"queries, keys and values differ in size: {q.shape[3]}, {k.shape[3]}, {v.shape[3]}")
+        return Unmatched(
+            node, f"queries, keys and values differ in size: {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
+        )
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
-        return Unmatched(node, f"{q.shape[1]} query heads on {k.shape[1]} KV heads in batches of {k.shape[0]}")
+        return Unmatched(
+            node, f"{q.shape[1]} query heads on {k.shape[1]} KV heads in batches of {k.shape[0]}"
+        )
     if not q.dtype == k.dtype == v.dtype:
         return Unmatched(node, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}")
     read = read_mask(*masks)
     if isinstance(read, str):
         return Unmatched(node, read)
     if causal and _is_one(q.shape[2]) and not _is_one(k.shape[2]):
-        return Unmatched(node, "is_causal with one query sees the first key alone; pass a mask or is_causal=False")
+        return Unmatched(
+            node, "is_causal with one query sees the first key alone; pass a mask or is_causal=False"
+        )
     size = float(scale) if scale is not None else float(q.shape[3]) ** -0.5
     return AttentionCall(node, form, query, key, value, read, size, softcap, covered)
 

@@ -127,7 +127,13 @@ class _Scores:
         if name == "mul" and operation(source) == "tanh":
             inner = source.args[0]
             before = scalar_operand(inner) if isinstance(inner, fx.Node) else None
-            if self.softcap or self.scale != 1.0 or before is None or operation(inner) != "div" or before[1] != factor:
+            if (
+                self.softcap
+                or self.scale != 1.0
+                or before is None
+                or operation(inner) != "div"
+                or before[1] != factor
+            ):
                 return None
             self.softcap = factor
             self.covered += [source, inner]

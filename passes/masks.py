@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -29,37 +29,48 @@ class Term:
     node: fx.Node
 
 
+class BuiltTerm(Protocol):
+    """A term of kind "visible" that makes its own nodes. Equal terms show the same keys."""
+
+    kind: str
+
+    def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
+        """bool [rows, keys] at the graph's insertion point."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """All terms; none means that every key is seen."""
 
-    terms: tuple[Term, ...] = ()
+    terms: tuple[Term | BuiltTerm, ...] = ()
 
     @property
-    def seen(self) -> tuple[Term, ...]:
+    def seen(self) -> tuple[Term | BuiltTerm, ...]:
         """The terms that decide which keys are seen."""
         return tuple(term for term in self.terms if term.kind != "bias")
 
     @property
     def added(self) -> tuple[fx.Node, ...]:
         """The terms that are added to the scores."""
-        return tuple(term.node for term in self.terms if term.kind in ("additive", "bias"))
+        return tuple(
+            term.node for term in self.terms if isinstance(term, Term) and term.kind in ("additive", "bias")
+        )
 
 
 def read_mask(*masks: Any) -> Mask | str:
     """The terms of a call's masks, or the reason why they cannot be read. None stands for no mask."""
-    terms: list[Term] = []
+    terms: list[Any] = []
     for mask in masks:
         if mask is None:
             continue
-        if isinstance(mask, Term):
+        if isinstance(mask, Term) or hasattr(mask, "build"):
             terms.append(mask)
         elif fake_maybe(mask) is None:
             return "its mask is no tensor of the graph"
         else:
             terms += _terms(mask)
     for term in terms:
-        if term.kind != "bias" and _per_head(term.node):
+        if isinstance(term, Term) and term.kind != "bias" and _per_head(term.node):
             return "its mask hides other keys from each head"
     if terms and all(term.kind == "bias" for term in terms):
         return "its mask differs per head, and nothing says which keys are seen"
@@ -115,7 +126,10 @@ def _rest(value: Any) -> Iterator[Term]:
 
 def build_visible(graph: fx.Graph, mask: Mask, rows: Any, keys: Any, device: torch.device) -> fx.Node:
     """New nodes at the graph's insertion point: bool [rows, keys], True where a key is seen."""
-    seen = [_as_visible(graph, term) for term in mask.seen]
+    seen = [
+        _as_visible(graph, term) if isinstance(term, Term) else term.build(graph, rows, keys, device)
+        for term in mask.seen
+    ]
     if not seen:
         return graph.call_function(torch.ones, ((rows, keys),), {"dtype": torch.bool, "device": device})
     found = seen[0]
@@ -157,5 +171,3 @@ def _flatten(graph: fx.Graph, node: fx.Node, dims: int, *, heads: bool) -> fx.No
     else:
         at = {4: (whole, 0, 0), 3: (whole, 0), 2: (whole,), 1: (None,)}[dims]
     return graph.call_function(operator.getitem, (node, at))
-
-

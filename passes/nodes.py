@@ -174,7 +174,16 @@ _LAYOUT = {
     "cast",
     "getattr",
 }
-_UPDATES = {"index_copy", "index_put", "scatter", "slice_scatter", "index_copy_", "index_put_", "copy_", "cat"}
+_UPDATES = {
+    "index_copy",
+    "index_put",
+    "scatter",
+    "slice_scatter",
+    "index_copy_",
+    "index_put_",
+    "copy_",
+    "cat",
+}
 _MAKERS = {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"}
 
 

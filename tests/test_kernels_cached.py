@@ -118,7 +118,13 @@ def test_hidden_memory_may_hold_anything(implementation: str) -> None:
     wanted = run_all(q, k, v, visible, None, "0.3", implementation)
     hidden = ~visible[:, None, :, None]
     poisoned = run_all(
-        q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), visible, None, "0.3", implementation
+        q,
+        k.masked_fill(hidden, torch.nan),
+        v.masked_fill(hidden, torch.nan),
+        visible,
+        None,
+        "0.3",
+        implementation,
     )
     for name in ("dense", "capture", "consume"):
         assert torch.equal(poisoned[name], wanted[name])

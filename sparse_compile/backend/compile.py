@@ -59,7 +59,9 @@ def sparse_compile_backend(
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
     left = tuple(Left(one.node.name, module_of(one.node), one.reason) for one in compilation.left)
-    return GraphReport(number, compilation.kind, compilation.sites, left, _break_of(compilation.graph), passes)
+    return GraphReport(
+        number, compilation.kind, compilation.sites, left, _break_of(compilation.graph), passes
+    )
 
 
 def _break_of(graph: fx.GraphModule) -> str:

@@ -64,7 +64,9 @@ class Frame:
         if isinstance(window, int) and window > 0:
             return window
         for node in cache_inputs(call.key):
-            source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+            source = getattr(node, "_dynamo_source", None) or getattr(
+                node.meta.get("grapharg"), "source", None
+            )
             holder = self.holder_maybe(source)
             if getattr(holder, "is_sliding", False) is True:
                 return int(getattr(holder, "max_cache_len", 0) or 1)

@@ -51,7 +51,10 @@ class BackendOptions:
             object.__setattr__(self, "inductor", {})
         if self.inductor is not False and not isinstance(self.inductor, Mapping):
             raise ArgumentError(
-                "inductor", self.inductor, "must be a dict of Inductor's options, or False", "pass inductor={}"
+                "inductor",
+                self.inductor,
+                "must be a dict of Inductor's options, or False",
+                "pass inductor={}",
             )
         self._check_mode()
 

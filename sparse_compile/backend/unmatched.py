@@ -48,11 +48,11 @@ def _problem(report: GraphReport, options: BackendOptions) -> str:
 
 def _reasons(report: GraphReport) -> str:
     lines = [f"  {one.module or 'node'} ({one.node}): {one.reason}" for one in report.left]
-    lines += [
-        f"  {site.name}: {site.kind}, {site.reason}" for site in report.sites if site.kind != "consume"
-    ]
+    lines += [f"  {site.name}: {site.kind}, {site.reason}" for site in report.sites if site.kind != "consume"]
     more = len(lines) - _SHOWN
-    lines = lines[:_SHOWN] + ([f"  and {more} more, see sparse_compile.backend.last_report()"] if more > 0 else [])
+    lines = lines[:_SHOWN] + (
+        [f"  and {more} more, see sparse_compile.backend.last_report()"] if more > 0 else []
+    )
     if report.graph_break:
         lines.append(f"  graph break: {report.graph_break}")
     return "\n".join(lines)
