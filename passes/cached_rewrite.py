@@ -20,9 +20,10 @@ from torch import fx
 from ..kernels import ops as _registered  # noqa: F401  registers torch.ops.sparse_compile
 from .base import Compilation, Options, Pass
 from .errors import PassError
-from .masks import build_bias, build_visible
+from .masks import build_bias, build_visible, seen_key
 from .nodes import fake
 from .program import Site
+from .values import Values, is_pure
 
 if TYPE_CHECKING:
     from .calls import AttentionCall
@@ -62,6 +63,7 @@ class RewriteCalls(Pass):
 class _Rewriter:
     def __init__(self, graph: fx.Graph, options: Options) -> None:
         self.graph, self.options = graph, options
+        self.values = Values(graph)  # of the graph as it was; new nodes write nothing
         self.counts: Counter[str] = Counter(dense=0, capture=0, consume=0)
         self.tables: dict[Any, tuple[fx.Node, ...]] = {}
         self.held: dict[str, tuple[fx.Node, ...]] = {}
@@ -115,7 +117,11 @@ class _Rewriter:
         return self.graph.call_method("size", (node, dim))
 
     def _table(self, call: AttentionCall, rows: Any, keys: Any) -> tuple[fx.Node, ...]:
-        key = (call.mask.seen, str(fake(call.query).shape[0]), str(fake(call.key).shape[2]))
+        key = (
+            seen_key(call.mask, self.values, call.node),
+            str(fake(call.query).shape[0]),
+            str(fake(call.key).shape[2]),
+        )
         if key not in self.tables:
             visible = build_visible(self.graph, call.mask, rows, keys, fake(call.query).device)
             made = self.graph.call_function(_ops.visible_keys.default, (visible,))
@@ -123,7 +129,12 @@ class _Rewriter:
         return self.tables[key]
 
     def _erase(self, call: AttentionCall) -> None:
-        """What only the old call needed. Nodes that write are among no call's covered nodes."""
-        for node in call.covered:
-            if not node.users:
-                self.graph.erase_node(node)
+        """What only the old call needed, copies of repeated heads and masks of its own too; never what writes."""
+        waiting = [node for node in call.covered if not node.users]
+        while waiting:
+            node = waiting.pop(0)
+            inputs = node.all_input_nodes
+            self.graph.erase_node(node)
+            for source in inputs:
+                if not source.users and source not in waiting and (source in call.covered or is_pure(source)):
+                    waiting.append(source)

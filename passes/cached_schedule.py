@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .base import Compilation, Pass
+from .masks import seen_key
 from .nodes import fake
 from .program import Site
 from .schedule import check_capture_loop, check_order, schedule_site
+from .values import Values
 
 if TYPE_CHECKING:
     from .calls import AttentionCall
@@ -30,19 +32,20 @@ class ScheduleCalls(Pass):
         for site in compilation.sites:
             kind, reason = schedule_site(site, compilation.options)
             sites.append(replace(site, kind=kind, reason=reason))
-        _demote(sites, calls)
+        _demote(sites, calls, Values(compilation.graph.graph))
         compilation.sites = tuple(sites)
         check_order(compilation.sites)
         counts = Counter(site.kind for site in sites)
         return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
 
 
-def _view(call: AttentionCall) -> tuple[Any, ...]:
+def _view(call: AttentionCall, values: Values) -> tuple[Any, ...]:
     """What must be equal for two calls to see the same keys under the same numbers."""
-    return call.mask.seen, str(fake(call.key).shape), str(fake(call.query).shape), fake(call.key).dtype
+    seen = seen_key(call.mask, values, call.node)
+    return seen, str(fake(call.key).shape), str(fake(call.query).shape), fake(call.key).dtype
 
 
-def _demote(sites: list[Site], calls: tuple[AttentionCall, ...]) -> None:
+def _demote(sites: list[Site], calls: tuple[AttentionCall, ...], values: Values) -> None:
     """In place: consumes that see other keys than their capture become dense, captures that nobody reads too."""
     source: dict[str, int] = {}
     readers: Counter[int] = Counter()
@@ -51,7 +54,7 @@ def _demote(sites: list[Site], calls: tuple[AttentionCall, ...]) -> None:
             source[site.layer] = at
         elif site.kind == "consume":
             captured = source[site.layer]
-            if _view(calls[at]) == _view(calls[captured]):
+            if _view(calls[at], values) == _view(calls[captured], values):
                 readers[captured] += 1
             else:
                 reason = f"sees other keys than the capture in loop {sites[captured].loop}"

@@ -27,7 +27,8 @@ def read_softmax(node: fx.Node) -> Found | None:
     reason = before.read(scores)
     if reason:
         return Unmatched(node, reason)
-    assert before.query is not None and before.key is not None
+    assert before.query is not None
+    assert before.key is not None
     covered = (product, *behind, node, *before.covered)
     return read_call(
         product,

@@ -1,6 +1,6 @@
 """FlexAttention calls, whose mask is a function of indices, by blocks.
 
-    out, lse, max = flex_attention(q, k, v, score_mod, (.., kv_num_blocks, kv_indices, .., mask_mod), scale, options, ..)
+    out, lse, max = flex_attention(q, k, v, score_mod, (.., kv_num_blocks, kv_indices, .., mask_mod), scale, ..)
 
 A key is seen if its block is listed as full, or listed as partial and `mask_mod(b, h, q, kv)` is true. The function is
 copied into the graph with vectors of indices in the place of single ones, which is the same for what works element by
@@ -18,6 +18,7 @@ from torch import fx
 
 from .calls import Found, Unmatched, read_call
 from .nodes import fake_maybe, is_number, operation
+from .values import Values
 
 _ELEMENTWISE = {
     "add", "sub", "mul", "neg", "abs", "le", "lt", "ge", "gt", "eq", "ne", "and_", "or_", "xor", "invert", "__and__",
@@ -31,7 +32,7 @@ _KV_BLOCK = -2
 
 @dataclass(frozen=True)
 class FlexTerm:
-    """A mask of FlexAttention. Two are equal if their functions read alike and read the same values.
+    """A mask of FlexAttention.
 
     code, buffers: the mask function and what it reads beside the indices; function: its graph.
     blocks: number and indices of partial blocks, then of full ones; each [B or 1, 1, 1(, n)] or None.
@@ -41,7 +42,7 @@ class FlexTerm:
     buffers: tuple[Any, ...]
     blocks: tuple[Any, ...]
     block_size: int
-    function: fx.Graph = field(compare=False, repr=False)
+    function: fx.Graph = field(repr=False)
     kind: str = "visible"
 
     def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
@@ -54,6 +55,10 @@ class FlexTerm:
                 torch.logical_or, (seen, self._listed(graph, *self.blocks[2:], keys, device))
             )
         return graph.call_method("expand", (seen, rows, keys))
+
+    def key(self, values: Values, at: fx.Node) -> Any:
+        """The text of the function, and the values that it and the block lists read."""
+        return self.code, values.key(self.buffers, at), values.key(self.blocks, at), self.block_size
 
     def _by_index(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
         def arange(count: Any, place: int) -> fx.Node:

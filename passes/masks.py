@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 from .nodes import argument, fake, fake_maybe, is_number, operation
+from .values import Values
 
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
 LOWEST = -65504.0
 """What float16 can hold; a constant at or below it hides a key, whatever the dtype."""
 
@@ -30,12 +32,15 @@ class Term:
 
 
 class BuiltTerm(Protocol):
-    """A term of kind "visible" that makes its own nodes. Equal terms show the same keys."""
+    """A term of kind "visible" that makes its own nodes."""
 
     kind: str
 
     def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
         """bool [rows, keys] at the graph's insertion point."""
+
+    def key(self, values: Values, at: fx.Node) -> Any:
+        """Equal for two terms that show the same keys."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Mask:
         return tuple(
             term.node for term in self.terms if isinstance(term, Term) and term.kind in ("additive", "bias")
         )
+
+
+def seen_key(mask: Mask, values: Values, at: fx.Node) -> Any:
+    """Equal for two calls that see the same keys."""
+    keys = [
+        (term.kind, values.key(term.node, at) if isinstance(term, Term) else term.key(values, at))
+        for term in mask.seen
+    ]
+    return tuple(sorted(keys, key=repr))
 
 
 def read_mask(*masks: Any) -> Mask | str:
@@ -120,7 +134,7 @@ def _terms(node: fx.Node) -> Iterator[Term]:
 
 def _rest(value: Any) -> Iterator[Term]:
     """What stands where a key is seen: nothing if it is zero."""
-    if isinstance(value, fx.Node) and fake_maybe(value) is not None:
+    if isinstance(value, fx.Node) and fake_maybe(value) is not None and operation(value) not in _ZEROS:
         yield from _terms(value)
 
 

@@ -187,16 +187,21 @@ _UPDATES = {
 _MAKERS = {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"}
 
 
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
+def is_layout(node: fx.Node) -> bool:
+    """Whether a value shares the memory of its first argument, or may."""
+    return operation(node) in _LAYOUT
+
+
+def sources(node: fx.Node) -> Iterator[fx.Node]:
     """Where the memory of a value comes from, through layout changes and cache updates."""
     name = operation(node)
     if name == "cat":
         parts = argument(node, 0, "tensors")
         for part in parts if isinstance(parts, tuple | list) else ():
             if isinstance(part, fx.Node):
-                yield from _sources(part)
+                yield from sources(part)
     elif name in _LAYOUT | _UPDATES and isinstance(node.args[0], fx.Node):
-        yield from _sources(node.args[0])
+        yield from sources(node.args[0])
     else:
         yield node
 
@@ -205,11 +210,11 @@ def cache_inputs(node: fx.Node) -> list[fx.Node]:
     """The graph inputs, other than weights, that a value is a view or an update of."""
     return [
         source
-        for source in _sources(node)
+        for source in sources(node)
         if source.op == "placeholder" and not isinstance(fake_maybe(source), torch.nn.Parameter)
     ]
 
 
 def made_here(node: fx.Node) -> bool:
     """Whether the memory of a value is allocated in this graph: a cache before its first use."""
-    return any(operation(source) in _MAKERS for source in _sources(node))
+    return any(operation(source) in _MAKERS for source in sources(node))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from sparse_compile.backend.breaks import BreakLog
 from sparse_compile.backend.frame import Frame, frame_locals
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.backend.report import GraphReport, Left, remember
@@ -20,6 +21,7 @@ from sparse_compile.passes.program import PassRecord
 
 log = logging.getLogger("sparse_compile.backend")
 _numbers = itertools.count()
+_breaks = BreakLog()
 
 
 def sparse_compile_backend(
@@ -59,20 +61,7 @@ def sparse_compile_backend(
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
     left = tuple(Left(one.node.name, module_of(one.node), one.reason) for one in compilation.left)
-    return GraphReport(
-        number, compilation.kind, compilation.sites, left, _break_of(compilation.graph), passes
-    )
-
-
-def _break_of(graph: fx.GraphModule) -> str:
-    """Why Dynamo ended the graph here, with the line of the user's code; "" where the function ended too."""
-    reason = getattr(graph, "compile_subgraph_reason", None)
-    if reason is None or not getattr(reason, "graph_break", False):
-        return ""
-    first = (str(reason.reason).strip() or "no reason given").splitlines()[0]
-    stack = list(reason.user_stack or ())
-    where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
-    return f"{first}{where}"
+    return GraphReport(number, compilation.kind, compilation.sites, left, _breaks.new(), passes)
 
 
 def _traces() -> bool:

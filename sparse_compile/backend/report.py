@@ -32,8 +32,7 @@ class GraphReport:
         kind: "decode" (one query per row over a cache), "prefill", or "other" (no attention call).
         sites: the calls that were rewritten or, with a window, kept; in execution order.
         left: the calls that were not.
-        graph_break: why and where the graph ends before the function does; "" if it does not.
-        cloned: cache-sized copies found before our ops after Inductor's passes; filled when Inductor has run.
+        breaks: why and where Dynamo broke the function up since the graph before this one.
         passes: what each pass counted.
     """
 
@@ -41,7 +40,7 @@ class GraphReport:
     kind: str
     sites: tuple[Site, ...]
     left: tuple[Left, ...]
-    graph_break: str
+    breaks: tuple[str, ...]
     passes: tuple[PassRecord, ...]
 
     @property
@@ -70,7 +69,7 @@ class GraphReport:
                 for site in self.sites
             ],
             "left": [vars(one) for one in self.left],
-            "graph_break": self.graph_break,
+            "breaks": list(self.breaks),
             "passes": [{"name": one.name, "counters": one.counters} for one in self.passes],
         }
 
@@ -80,8 +79,7 @@ class GraphReport:
             kind = "kept" if site.window else site.kind
             lines.append(f"  {site.name}: {kind}, {site.reason}")
         lines += [f"  {one.module or one.node}: left as it is, {one.reason}" for one in self.left]
-        if self.graph_break:
-            lines.append(f"  graph break: {self.graph_break}")
+        lines += [f"  graph break: {one}" for one in self.breaks]
         return "\n".join(lines)
 
     def summary(self) -> str:

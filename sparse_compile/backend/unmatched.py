@@ -53,9 +53,7 @@ def _reasons(report: GraphReport) -> str:
     lines = lines[:_SHOWN] + (
         [f"  and {more} more, see sparse_compile.backend.last_report()"] if more > 0 else []
     )
-    if report.graph_break:
-        lines.append(f"  graph break: {report.graph_break}")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"  graph break: {one}" for one in report.breaks])
 
 
 def _remedy(report: GraphReport) -> str:
