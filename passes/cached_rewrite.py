@@ -1,8 +1,15 @@
 """Attention calls into ops, in place.
 
-    o = sdpa(q, k, v, attn_mask=m)                 table, length, row, slot = visible_keys(m[:, 0, 0].expand(B, S))
-    ...                                     ->     o, index, count, mass, o_ref, c_ref = cached_capture(q[:, :, 0], ...)
-    o = sdpa(q', k', v', attn_mask=m)              o = cached_consume(q'[:, :, 0], ..., index, count, mass, o_ref, c_ref)
+    o = sdpa(q, k, v, attn_mask=m)
+    ...
+    p = sdpa(q', k', v', attn_mask=m)
+
+becomes, with a capture in the first call,
+
+    table, length, row, slot = visible_keys(m[:, 0, 0].expand(B, S))
+    o, *held = cached_capture(q[:, :, 0], k, v, table, length, row, None, slot, ...)
+    ...
+    p = cached_consume(q'[:, :, 0], k', v', table, length, row, None, slot, *held, ...)
 
 Calls under one mask share one table. Sliding-window calls keep what they are. What capture hands to consume are values
 of the graph: nothing is stored, and no pass of a compiler can part the two.
