@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,16 @@ class RewriteCalls(Pass):
                 )
 
 
+def _fake_result(node: fx.Node, like: torch.Tensor) -> Any:
+    """What a new node gives for the fake values of its inputs; compilers' caches want it on every node."""
+    given = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
+    args, kwargs = given  # type: ignore[misc]
+    with getattr(like, "fake_mode", nullcontext()):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 class _Rewriter:
     def __init__(self, graph: fx.Graph, options: Options) -> None:
         self.graph, self.options = graph, options
@@ -87,9 +98,8 @@ class _Rewriter:
             out = self.graph.call_method("unsqueeze", (out, 2))
         for node in self.graph.nodes:
             if node not in before:
-                node.meta = {**call.node.meta, "pass": "rewrite_calls", "site": site.name, **node.meta}
-                node.meta.pop("example_value", None)
-        out.meta["example_value"] = call.node.meta.get("example_value")
+                node.meta = {**call.node.meta, "pass": "rewrite_calls", "site": site.name}
+                node.meta["example_value"] = _fake_result(node, fake(call.query))
         call.node.replace_all_uses_with(out)
         self._erase(call)
         self.counts[site.kind] += 1

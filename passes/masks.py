@@ -1,7 +1,7 @@
 """What an attention mask says, read from the graph that makes it.
 
 A mask is a sum of terms. A term that decides which keys are seen is True where they are (`visible`), True where they
-are not (`hidden`), or added to the scores (`additive`), where a value near the lowest of its dtype hides the key. An
+are not (`hidden`), or added to the scores (`additive`), where a very low value hides the key (`HIDDEN`). An
 additive term that differs per head is a bias: it hides nothing, so another term must say what is seen.
 """
 
@@ -19,8 +19,10 @@ from .nodes import argument, fake, fake_maybe, is_number, operation
 from .values import Values
 
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
-LOWEST = -65504.0
-"""What float16 can hold; a constant at or below it hides a key, whatever the dtype."""
+HIDDEN = -9000.0
+"""What is added to the score of a hidden key is at or below this. Models write the lowest value of some dtype, or -1e4
+(-9984 in bfloat16); against any other key the probability of such a key is zero in every dtype.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ def hides(value: Any) -> bool:
     """Whether a fill value hides a key."""
     if isinstance(value, fx.Node):
         return _constant(value)
-    return is_number(value) and value <= LOWEST
+    return is_number(value) and value <= HIDDEN
 
 
 def _constant(node: fx.Node) -> bool:
-    """`torch.tensor(LOWEST)` and `torch.full([], ...)` as models write them."""
+    """`torch.tensor(-inf)` and `torch.full([], ...)` as models write them."""
     given = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
-    return operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and given <= LOWEST  # type: ignore[operator]
+    return operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and given <= HIDDEN  # type: ignore[operator]
 
 
 def _per_head(node: fx.Node) -> bool:
@@ -159,7 +161,7 @@ def _as_visible(graph: fx.Graph, term: Term) -> fx.Node:
         return flat
     if term.kind == "hidden":
         return graph.call_function(torch.logical_not, (flat,))
-    return graph.call_function(torch.gt, (flat, torch.finfo(value.dtype).min / 2))
+    return graph.call_function(torch.gt, (flat, HIDDEN))
 
 
 def build_bias(graph: fx.Graph, mask: Mask, table: fx.Node, rows: Any, keys: Any) -> fx.Node | None:

@@ -69,7 +69,31 @@ def compile_with_inductor(
     mine = CachesStay(options, patches.get("post_grad_custom_post_pass"))
     patches["post_grad_custom_post_pass"] = mine
     _prepare_kernels(graph)
-    return compile_fx(graph, inputs, config_patches=patches)
+    compiled = compile_fx(graph, inputs, config_patches=patches)
+    return with_own_outputs(compiled) if patches.get("triton.cudagraphs") else compiled
+
+
+def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Results of a CUDA graph live in its memory until it is replayed; the caller gets copies that stay valid.
+
+    In a decode step they are the logits, and whatever else is small. What the step writes in place (caches) is no
+    result.
+    """
+
+    @functools.wraps(compiled)
+    def run(*inputs: Any) -> Any:
+        given = {tensor.data_ptr() for tensor in inputs if isinstance(tensor, torch.Tensor) and tensor.is_cuda}
+        results = compiled(*inputs)
+
+        def own(value: Any) -> Any:
+            fresh = isinstance(value, torch.Tensor) and value.is_cuda and value.data_ptr() not in given
+            return value.clone() if fresh else value
+
+        if isinstance(results, tuple | list):
+            return type(results)(own(value) for value in results)
+        return own(results)
+
+    return run
 
 
 def _prepare_kernels(graph: fx.GraphModule) -> None:
