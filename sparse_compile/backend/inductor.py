@@ -80,14 +80,15 @@ def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     result.
     """
 
-    @functools.wraps(compiled)
+    def memory(value: Any) -> int | None:
+        return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) and value.is_cuda else None
+
     def run(*inputs: Any) -> Any:
-        given = {tensor.data_ptr() for tensor in inputs if isinstance(tensor, torch.Tensor) and tensor.is_cuda}
+        given = {memory(value) for value in inputs}
         results = compiled(*inputs)
 
         def own(value: Any) -> Any:
-            fresh = isinstance(value, torch.Tensor) and value.is_cuda and value.data_ptr() not in given
-            return value.clone() if fresh else value
+            return value if memory(value) in given | {None} else value.clone()
 
         if isinstance(results, tuple | list):
             return type(results)(own(value) for value in results)

@@ -29,28 +29,70 @@ def inspect(
     ] = None,
     dtype: common.Dtype = "auto",
     device: common.Device = "cpu",
+    frontend: Annotated[
+        str,
+        typer.Option(
+            "--frontend",
+            help="runtime: what `generate` of the compiled model runs; torch-compile: the graphs of the backend "
+            "sparse_compile in the model's own generate.",
+        ),
+    ] = "runtime",
     no_validate: common.NoValidate = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
     """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
+    if frontend == "torch-compile":
+        given = {"key_retention": retention, "capture_loop": capture_loop, "recapture_every": recapture_every}
+        given |= {"enabled": not dense, "implementation": implementation}
+        common.run_command(
+            lambda: _inspect_backend(model, dtype, device, given, graph, as_json), as_json=as_json, debug=debug
+        )
     options = common.compile_options(
         retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     common.run_command(
-        lambda: _inspect(model, dtype, device, options, context, graph, as_json), as_json=as_json, debug=debug
+        lambda: _inspect(model, dtype, device, frontend, options, context, graph, as_json),
+        as_json=as_json,
+        debug=debug,
     )
+
+
+def _inspect_backend(
+    model: str, dtype: str, device: str, options: dict[str, Any], graph: str | None, as_json: bool
+) -> int:
+    if graph not in (None, "before", "after"):
+        raise ValueError(f"--graph {graph}: must be one of before, after with --frontend torch-compile")
+    from sparse_compile.backend import BackendOptions
+    from sparse_compile.backend.inspection import inspect_model
+
+    BackendOptions.of(options)
+    loaded = common.load(model, dtype, device)
+    with common.quiet_stdout():
+        common.note(f"compiling a decode step of {model} ...")
+        seen = inspect_model(loaded, options)
+    text = seen.graph_text(graph) if graph is not None else None
+    if as_json:
+        result: dict[str, Any] = {"source": model, "frontend": "torch-compile"}
+        result["graphs"] = [report.to_dict() for report in seen.reports]
+        common.print_json(result if text is None else {**result, "graph": {"which": graph, "text": text}})
+    else:
+        print(text if text is not None else "\n".join(map(str, seen.reports)))
+    return common.OK
 
 
 def _inspect(
     model: str,
     dtype: str,
     device: str,
+    frontend: str,
     options: dict[str, Any],
     contexts: list[int] | None,
     graph: str | None,
     as_json: bool,
 ) -> int:
+    if frontend != "runtime":
+        raise ValueError(f"--frontend {frontend}: must be one of runtime, torch-compile")
     if graph not in (None, "before", "after", "body"):
         raise ValueError(f"--graph {graph}: must be one of before, after, body")
     if contexts and min(contexts) < 1:
