@@ -42,6 +42,8 @@ class Attention:
     `window` W > 0 hides the keys before row_position - W + 1. `softcap` c > 0 turns a score s into
     c * tanh(s / c). k, v [T, Hkv, D] are the rows' fresh keys and values; an implementation that writes them itself
     reads them from here. `query_rows` as in `ops`. bias [T, H or 1, keys] is added to the capped score of each key.
+    sink [T, H] is the score of one more key with a value of zero, which dense and capture count in the softmax and no
+    consume keeps.
     """
 
     q: Tensor
@@ -61,6 +63,7 @@ class Attention:
     v: Tensor | None = None
     query_rows: int = 0
     bias: Tensor | None = None
+    sink: Tensor | None = None
 
     @property
     def rows(self) -> int:

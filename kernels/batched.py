@@ -199,10 +199,19 @@ def _attend(attention: Attention, tile: Tile, keys: _Keys, block: Block) -> _Att
     length, first = attention.row_length[rows].long(), attention.row_first[rows]  # [B, R]
     hidden = (position[:, None] >= length[..., None]) | (position[:, None] < first[..., None])  # [B, R, N]
     scores.masked_fill_(hidden[:, None].repeat_interleave(attention.group, 2), -torch.inf)
-    probabilities = torch.softmax(scores, dim=-1)
+    probabilities = _probabilities(attention, scores, rows)
     output = _heads_last(attention, probabilities @ v, r)
     active = (first < length)[..., None, None]
     return _Attended(rows, scores, probabilities, v, position, torch.where(active, output, 0))
+
+
+def _probabilities(attention: Attention, scores: Tensor, rows: Tensor) -> Tensor:
+    """softmax over scores [B, Hkv, R * group, N] of rows [B, R] and the sink, whose part is left out."""
+    if attention.sink is None:
+        return torch.softmax(scores, dim=-1)
+    sink = attention.sink[rows].to(scores.dtype)  # [B, R, H]
+    sink = sink.unflatten(2, (attention.kv_heads, attention.group)).transpose(1, 2).flatten(2)
+    return torch.softmax(torch.cat([scores, sink[..., None]], dim=-1), dim=-1)[..., :-1]
 
 
 def _stacked_bias(attention: Attention, bias: Tensor, rows: Tensor, position: Tensor) -> Tensor:

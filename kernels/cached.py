@@ -55,11 +55,12 @@ def dense(
     length: Tensor,
     row: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
     *,
     implementation: str,
     **settings: Any,
 ) -> Tensor:
-    attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings)
+    attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings, sink)
     out = allocate_output(q)
     choose(implementation, attention).dense(attention, out)
     return out
@@ -73,6 +74,7 @@ def capture(
     length: Tensor,
     row: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
     slot: Tensor,
     *,
     retention_num: int,
@@ -80,7 +82,7 @@ def capture(
     implementation: str,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
-    attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings)
+    attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings, sink)
     retention = Retention(retention_num, retention_den)
     held = allocate_store(q, table, retention)
     store = Store(slot, *held, site=0)
@@ -140,11 +142,12 @@ def _attention(
     row: Tensor,
     bias: Tensor | None,
     settings: dict[str, Any],
+    sink: Tensor | None = None,
 ) -> Attention:
     """The call as one over a pool [B, S, Hkv, 1, D] of one-token pages."""
     if k_cache.dim() == 4 and (k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1):
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()  # the kernels know one layout for both
-    checks.check_cached(q, k_cache, v_cache, table, bias)
+    checks.check_cached(q, k_cache, v_cache, table, bias, sink)
     k_pool, v_pool = (cache.transpose(1, 2).unsqueeze(3) for cache in (k_cache, v_cache))
     attention = Attention(
         q=q,
@@ -158,6 +161,7 @@ def _attention(
         plane=0,
         plane_stride=1,
         bias=bias,
+        sink=sink,
         **settings,
     )
     checks.check_rows(attention)

@@ -83,8 +83,12 @@ def check_write(
     _expect(k_pool.device == k.device, f"k_pool is on {k_pool.device} but k is on {k.device}")
 
 
-def check_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless q [B, H, D], caches [B, Hkv, S, D], table [B, S] and bias [B, H or 1, S] fit together."""
+def check_cached(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, bias: Tensor | None, sink: Tensor | None
+) -> None:
+    """Raise ValueError unless q [B, H, D], caches [B, Hkv, S, D], table [B, S], bias [B, H or 1, S] and sink [B, H] fit
+    together.
+    """
     _expect(q.dim() == 3, f"q must be [rows, heads, head_dim], got shape {tuple(q.shape)}")
     _expect(
         k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
@@ -110,6 +114,9 @@ def check_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, bia
             f"bias must be [{rows}, 1 or {heads}, {table.shape[1]}], got {tuple(bias.shape)}",
         )
         _expect(bias.device == q.device, f"bias is on {bias.device} but q is on {q.device}")
+    if sink is not None:
+        _expect(sink.shape == (rows, heads), f"sink must be [{rows}, {heads}], got {tuple(sink.shape)}")
+        _expect(sink.device == q.device, f"sink is on {sink.device} but q is on {q.device}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _expect(cache.dtype == q.dtype, f"{name} is {cache.dtype} but q is {q.dtype}; they must agree")
         _expect(cache.device == q.device, f"{name} is on {cache.device} but q is on {q.device}")

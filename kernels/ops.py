@@ -70,9 +70,9 @@ SCHEMAS = {
         f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True) -> Tensor"
     ),
     "site": "(Tensor q, Tensor k, Tensor v, *, float scale, int window, float softcap) -> Tensor",
-    "cached_dense": f"({_CACHED}, *, {_CACHED_HOW}) -> Tensor",
+    "cached_dense": f"({_CACHED}, Tensor? sink, *, {_CACHED_HOW}) -> Tensor",
     "cached_capture": (
-        f"({_CACHED}, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}) -> "
+        f"({_CACHED}, Tensor? sink, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}) -> "
         "(Tensor out, Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref)"
     ),
     "cached_consume": f"({_CACHED}, Tensor slot, {_HELD}, *, {_CACHED_HOW}) -> Tensor",

@@ -78,7 +78,8 @@ def _dense_row(attention: Attention, row: int, dtype: torch.dtype | None) -> Ten
     heads = []
     for head in range(attention.heads):
         query, keys, values = _operands(attention, row, head, positions, dtype)
-        probabilities = torch.softmax(_scores(attention, row, head, query, keys, positions), dim=0)
+        scores = _scores(attention, row, head, query, keys, positions)
+        probabilities = _probabilities(attention, row, head, scores)
         heads.append(probabilities @ values)
     return torch.stack(heads)
 
@@ -96,7 +97,7 @@ def _capture_row(
     for head in range(attention.heads):
         query, keys, values = _operands(attention, row, head, positions, dtype)
         scores = _scores(attention, row, head, query, keys, positions)
-        probabilities = torch.softmax(scores, dim=0)
+        probabilities = _probabilities(attention, row, head, scores)
         kept = torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
         mass = probabilities[kept].sum()
         store.index[slot, site, head, :count] = kept.to(store.index.dtype)
@@ -148,6 +149,14 @@ def _operands(
     keys = attention.k_pool[plane, pages, kv_head, positions % page_size]
     values = attention.v_pool[plane, pages, kv_head, positions % page_size]
     return attention.q[row, head].to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def _probabilities(attention: Attention, row: int, head: int, scores: Tensor) -> Tensor:
+    """softmax over all scores [N] and the sink, if there is one; what the sink takes is left out."""
+    if attention.sink is None:
+        return torch.softmax(scores, dim=0)
+    sink = attention.sink[row, head].to(scores.dtype)
+    return torch.softmax(torch.cat([scores, sink[None]]), dim=0)[:-1]
 
 
 def _scores(

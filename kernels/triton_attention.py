@@ -44,6 +44,13 @@ def add_bias(s, bias, at, n, ok):
 
 
 @triton.jit
+def sink_weight(sink, at, m, ok):
+    """exp(sink - m) of the lines `at`: what one more key of value zero adds to the softmax sum; 0 where not `ok`."""
+    s = tl.load(sink + at, mask=ok, other=float("-inf")).to(tl.float32)
+    return tl.exp2((s - tl.where(m == float("-inf"), 0.0, m)) * LOG2E)
+
+
+@triton.jit
 def page_of(table_row, n, ok, PAGE: tl.constexpr):
     """int32 [BN]: pages of the keys n [BN]; page 0 for entries that are not `ok`."""
     return tl.load(table_row + n // PAGE, mask=ok, other=0)
@@ -156,13 +163,13 @@ def emit(
 @triton.jit
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
-    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, bias,
-    bias_t, bias_h, q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
-    plane, plane_stride, scale, cap, window, site, sites, capacity,
+    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, bias, sink,
+    bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token,
+    table_s, scores_s, plane, plane_stride, scale, cap, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BD: tl.constexpr, STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, MIN_UNIT: tl.constexpr,
     MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr,
     MAX_KEPT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -291,6 +298,8 @@ def attention_kernel(
                 m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
                 page = page_next
         if units == 1:
+            if HAS_SINK and not PER_HEAD:
+                l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
             if kept:
                 emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
@@ -318,6 +327,8 @@ def attention_kernel(
                     total_acc, total_m, total_l = merge_units(
                         part_acc, part_m, part_l, row * HEADS + head, units, d, SLOTS, BD
                     )
+                    if HAS_SINK and not PER_HEAD:
+                        total_l += sink_weight(sink, row * sink_t + head * sink_h, total_m, True)
                     result = tl.where(total_l > 0, total_acc / total_l, 0.0)[None, :]  # [1, BD]
                     if kept:
                         emit(result, one + total_m, one + total_l, row + one, head + one, one == 0, d, d_ok, out,

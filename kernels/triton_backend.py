@@ -139,6 +139,8 @@ def _attend(
     a = attention if attention.q.stride(-1) == 1 else replace(attention, q=attention.q.contiguous())
     per_head = mode in (MODE_CONSUME.value, MODE_MIXED.value)
     group = max(1, a.query_rows)
+    if mode == MODE_MIXED.value and a.sink is not None:
+        raise ValueError("mixed rows take no sink")
     if per_head and group > 1:
         raise ValueError(
             f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
@@ -161,18 +163,19 @@ def _attend(
         limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
+    sink = a.q[:, :, 0] if a.sink is None else a.sink
     grid = (a.heads if per_head else a.kv_heads, limit, a.rows // group)
     attention_kernel[grid](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
-        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived, bias,
-        bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0,
+        scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived, bias, sink,
+        bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0, sink.stride(0), sink.stride(1),
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
-        HAS_BIAS=a.bias is not None,
+        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width,

@@ -58,7 +58,7 @@ def module_of(node: fx.Node) -> str:
 
 
 class FindCalls(Pass):
-    """Fills `calls` and `left`; a graph in which some call has several queries is a prefill, and stays."""
+    """Fills `calls` and `left`. A graph without a call of one query over a cache is a prefill if some call has more."""
 
     name = "find_calls"
 
@@ -66,7 +66,8 @@ class FindCalls(Pass):
         assert isinstance(compilation, CachedCompilation)
         found = list(find_calls(compilation.graph.graph))
         understood = [call for call in found if isinstance(call, AttentionCall)]
-        compilation.prefill = not all(call.single for call in understood)
+        cached = [call.single and not call.fresh and bool(cache_inputs(call.key)) for call in understood]
+        compilation.prefill = not any(cached) and not all(call.single for call in understood)
         left = [one for one in found if isinstance(one, Unmatched)]
         calls = []
         for call in understood:
@@ -81,13 +82,11 @@ class FindCalls(Pass):
 
 def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str:
     if not call.single:
-        return "prefill: it has several queries"
+        return "prefill: it has several queries" if compilation.prefill else "it has several queries"
     if call.fresh:
         return NO_PAST
     if not cache_inputs(call.key) or not cache_inputs(call.value):
         return "its keys do not come from a cache"
-    if compilation.prefill:
-        return "prefill: other calls of the graph have several queries"
     return ""
 
 

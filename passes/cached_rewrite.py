@@ -94,7 +94,7 @@ class _Rewriter:
             bias = build_bias(self.graph, call.mask, table, rows, keys)
             query = self.graph.call_function(operator.getitem, (call.query, (slice(None), slice(None), 0)))
             arguments: list[Any] = [query, call.key, call.value, table, length, row, bias]
-            out = self._op(site, arguments, slot)
+            out = self._op(site, arguments, self._sink(call, rows), slot)
             out = self.graph.call_method("unsqueeze", (out, 2))
         for node in self.graph.nodes:
             if node not in before:
@@ -104,18 +104,25 @@ class _Rewriter:
         self._erase(call)
         self.counts[site.kind] += 1
 
-    def _op(self, site: Site, arguments: list[Any], slot: fx.Node) -> fx.Node:
+    def _sink(self, call: AttentionCall, rows: Any) -> fx.Node | None:
+        """[B, H], or None."""
+        if call.sink is None:
+            return None
+        flat = self.graph.call_function(operator.getitem, (call.sink, (slice(None), slice(None), 0, 0)))
+        return self.graph.call_method("expand", (flat, rows, fake(call.query).shape[1]))
+
+    def _op(self, site: Site, arguments: list[Any], sink: fx.Node | None, slot: fx.Node) -> fx.Node:
         keywords: dict[str, Any] = {"scale": site.scale, "softcap": site.softcap}
         keywords["implementation"] = self.options.implementation
         if site.kind == "dense":
-            return self.graph.call_function(OPS["dense"], tuple(arguments), keywords)
+            return self.graph.call_function(OPS["dense"], (*arguments, sink), keywords)
         if site.kind == "consume":
             return self.graph.call_function(
                 OPS["consume"], (*arguments, slot, *self.held[site.layer]), keywords
             )
         share = self.options.retention
         keywords |= {"retention_num": share.numerator, "retention_den": share.denominator}
-        made = self.graph.call_function(OPS["capture"], (*arguments, slot), keywords)
+        made = self.graph.call_function(OPS["capture"], (*arguments, sink, slot), keywords)
         out, *held = (self._item(made, place) for place in range(1 + HELD))
         self.held[site.layer] = tuple(held)
         return out

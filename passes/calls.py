@@ -30,6 +30,7 @@ class AttentionCall:
         mask: which keys a query sees.
         scale, softcap: of the scores; softcap 0.0 means none.
         covered: the nodes that a rewrite makes superfluous, latest first.
+        sink: [B, H, 1, 1], a score that takes part in the softmax and has no value; or None.
     """
 
     node: fx.Node
@@ -41,6 +42,7 @@ class AttentionCall:
     scale: float
     softcap: float
     covered: tuple[fx.Node, ...]
+    sink: fx.Node | None = None
 
     @property
     def single(self) -> bool:
@@ -110,6 +112,7 @@ def read_call(
     scale: float | None,
     softcap: float,
     covered: tuple[fx.Node, ...],
+    sink: fx.Node | None = None,
 ) -> Found:
     """What all forms have in common: shapes, grouped heads, the mask.
 
@@ -137,7 +140,7 @@ def read_call(
             node, "is_causal with one query sees the first key alone; pass a mask or is_causal=False"
         )
     size = float(scale) if scale is not None else float(q.shape[3]) ** -0.5
-    return AttentionCall(node, form, query, key, value, read, size, softcap, covered)
+    return AttentionCall(node, form, query, key, value, read, size, softcap, covered, sink)
 
 
 def read_stranger(node: fx.Node) -> Found | None:

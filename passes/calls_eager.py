@@ -19,12 +19,15 @@ def read_softmax(node: fx.Node) -> Found | None:
     if isinstance(after, Unmatched) or after is None:
         return after
     product, behind = after
+    cut = any(operation(one) == "getitem" for one in behind)
     scores = argument(node, 0, "input")
     value = fake_maybe(scores)
     if value is None or value.dim() != 4 or argument(node, 1, "dim") not in (-1, 3):
         return Unmatched(node, "a softmax that is not over the last of four dimensions")
     before = _Scores()
     reason = before.read(scores)
+    if not reason and cut != (before.sink is not None):
+        reason = "some of its weights are cut off"
     if reason:
         return Unmatched(node, reason)
     assert before.query is not None
@@ -41,6 +44,7 @@ def read_softmax(node: fx.Node) -> Found | None:
         before.scale,
         before.softcap,
         covered,
+        before.sink,
     )
 
 
@@ -54,12 +58,17 @@ def _product_maybe(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | Unmatched |
             return product[0], behind
         if product:
             return Unmatched(node, "its attention weights are used elsewhere too")
-        if len(users) != 1 or operation(users[0]) not in ("cast", "dropout"):
+        if len(users) != 1 or not (operation(users[0]) in ("cast", "dropout") or _drops_last(users[0])):
             return None
         node = users[0]
         if operation(node) == "dropout" and not _dropout_is_off(node):
             return Unmatched(node, "dropout makes it random")
         behind.insert(0, node)
+
+
+def _drops_last(node: fx.Node) -> bool:
+    """`x[..., :-1]`, which cuts the weight of a sink off."""
+    return operation(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
 
 
 def _dropout_is_off(node: fx.Node) -> bool:
@@ -75,6 +84,7 @@ class _Scores:
         self.covered: list[fx.Node] = []
         self.query: fx.Node | None = None
         self.key: fx.Node | None = None
+        self.sink: fx.Node | None = None
 
     def read(self, node: Any) -> str:
         """Fills the fields; returns the reason if the scores are not understood, else ""."""
@@ -104,6 +114,8 @@ class _Scores:
         first, second = argument(node, 0, "input"), argument(node, 1, "other")
         if name == "cast":
             return first
+        if name == "cat" and self.sink is None and not self.masks and self.scale == 1.0 and not self.softcap:
+            return self._with_sink(node)
         if name in ("mul", "div"):
             return self._scaled(node, name)
         if name == "masked_fill" and isinstance(second, fx.Node) and hides(argument(node, 2, "value")):
@@ -118,6 +130,18 @@ class _Scores:
             self.masks.append(mask)
             return scores if _leads_to_product(scores) else None
         return None
+
+    def _with_sink(self, node: fx.Node) -> fx.Node | None:
+        """`cat([scores, sink], -1)` with one score per head behind the others."""
+        parts = argument(node, 0, "tensors")
+        if argument(node, 1, "dim") not in (-1, 3) or not isinstance(parts, tuple | list) or len(parts) != 2:
+            return None
+        scores, sink = parts
+        value, whole = fake_maybe(sink), fake_maybe(scores)
+        if value is None or whole is None or tuple(value.shape[1:]) != (whole.shape[1], 1, 1):
+            return None
+        self.sink = sink
+        return scores
 
     def _scaled(self, node: fx.Node, name: str) -> fx.Node | None:
         """A factor; or `tanh(x / cap) * cap`, which is the soft cap."""

@@ -167,7 +167,9 @@ def test_calls_of_other_sizes() -> None:
     config = decode_config(key_retention=1)
     for rows, new in ((4, 8), (2, 20), (6, 8)):
         ids, mask = padded_batch(tuple(range(2, 2 + rows)), rows)
-        assert torch.equal(generate(model, ids, mask, new, compile_config=config), generate(model, ids, mask, new))
+        assert torch.equal(
+            generate(model, ids, mask, new, compile_config=config), generate(model, ids, mask, new)
+        )
 
 
 class Decode:

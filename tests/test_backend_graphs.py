@@ -54,9 +54,9 @@ def by_hand(
     for loop, (k, v) in enumerate(zip(ks, vs, strict=True)):
         shared = (q[:, :, 0], k, v, table, length, row, bias)
         if loop == 0:
-            out = _ops.cached_dense(*shared, **how)
+            out = _ops.cached_dense(*shared, None, **how)
         elif loop == 1:
-            out, *held = _ops.cached_capture(*shared, slot, **kept, **how)
+            out, *held = _ops.cached_capture(*shared, None, slot, **kept, **how)
         else:
             out = _ops.cached_consume(*shared, slot, *held, **how)
         q = q + out[:, :, None]

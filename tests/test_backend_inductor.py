@@ -75,7 +75,7 @@ def test_ops_may_be_given_a_tensor_and_its_copy() -> None:
         how = {"scale": 0.3, "softcap": 0.0, "implementation": "batched"}
         copy = k.clone()
         out, *held = _ops.cached_capture(
-            q, copy, k, table, length, row, None, slot, retention_num=3, retention_den=10, **how
+            q, copy, k, table, length, row, None, None, slot, retention_num=3, retention_den=10, **how
         )
         copy.add_(1)
         return out + _ops.cached_consume(q, copy, k, table, length, row, None, slot, *held, **how)

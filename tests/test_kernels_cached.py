@@ -41,7 +41,14 @@ def inputs(
 
 
 def run_all(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, retention: str, implementation: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    retention: str,
+    implementation: str,
+    sink: Tensor | None = None,
 ) -> dict[str, Any]:
     """dense, capture with (k, v) and consume with (k + 1, v * 2), over what `visible` shows."""
     table, length, row, slot = _ops.visible_keys(visible)
@@ -51,14 +58,20 @@ def run_all(
     how = {"scale": SCALE, "softcap": 0.0, "implementation": implementation}
     kept = {"retention_num": share.numerator, "retention_den": share.denominator}
     shared = (table, length, row, bias)
-    dense = _ops.cached_dense(q, k, v, *shared, **how)
-    out, *held = _ops.cached_capture(q, k, v, *shared, slot, **kept, **how)
+    dense = _ops.cached_dense(q, k, v, *shared, sink, **how)
+    out, *held = _ops.cached_capture(q, k, v, *shared, sink, slot, **kept, **how)
     consumed = _ops.cached_consume(q, k + 1, v * 2, *shared, slot, *held, **how)
     return {"dense": dense, "capture": out, "held": held, "consume": consumed, "table": table}
 
 
 def textbook(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, retention: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    retention: str,
+    sink: Tensor | None = None,
 ) -> dict[str, Any]:
     """The same by the formulas, in float64, head by head; `kept` holds cache positions."""
     q, k, v = q.double(), k.double(), v.double()
@@ -70,7 +83,8 @@ def textbook(
             extra = 0 if bias is None else bias[b, h if bias.shape[1] > 1 else 0, at].double()
             keys, values = k[b, h // group, at], v[b, h // group, at]
             scores = keys @ q[b, h] * SCALE + extra
-            p = scores.softmax(0)
+            extra_key = scores.new_empty(0) if sink is None else sink[b, h].double()[None]
+            p = torch.cat([scores, extra_key]).softmax(0)[: len(at)]
             dense[b, h] = p @ values
             best = scores.sort(descending=True, stable=True).indices[: Retention.of(retention).count(len(at))]
             mass = p[best].sum()
@@ -90,17 +104,16 @@ def textbook(
     retention=st.sampled_from(["0.05", "0.3", "1.0"]),
     seed=st.integers(0, 9999),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_equals_the_formulas(
     implementation: str, biased: int, rows: int, keys: int, retention: str, seed: int
 ) -> None:
-    """biased: no bias, one for all heads, or one per head."""
+    """biased: no bias, one for all heads, or one per head and a sink as well."""
     q, k, v, visible = inputs(rows, keys, (6, 2), seed)
     bias = torch.randn(rows, biased, keys) if biased else None
-    got, wanted = (
-        run_all(q, k, v, visible, bias, retention, implementation),
-        textbook(q, k, v, visible, bias, retention),
-    )
+    sink = torch.randn(rows, 6) if biased == 6 else None
+    got = run_all(q, k, v, visible, bias, retention, implementation, sink)
+    wanted = textbook(q, k, v, visible, bias, retention, sink)
     assert torch.equal(got["dense"], got["capture"])
     for name in ("dense", "consume"):
         # float32 sums of a few dozen terms of size below 20
@@ -159,11 +172,13 @@ def test_opcheck(op: str, biased: bool) -> None:
     table, length, row, slot = _ops.visible_keys(visible)
     how: dict[str, Any] = {"scale": SCALE, "softcap": 0.0, "implementation": "batched"}
     args = [q, k, v, table, length, row, torch.randn(2, 1, 9) if biased else None]
+    if op != "cached_consume":
+        args.append(torch.randn(2, 4) if biased else None)
     if op != "cached_dense":
         args.append(slot)
     kept = {"retention_num": 3, "retention_den": 10}
     if op == "cached_consume":
-        args += _ops.cached_capture(*args, **kept, **how)[1:]
+        args += _ops.cached_capture(*args[:7], None, slot, **kept, **how)[1:]
     if op == "cached_capture":
         how |= kept
     torch.library.opcheck(getattr(_ops, op).default, args, how)
@@ -187,11 +202,12 @@ def test_visible_keys_lists_positions_in_order() -> None:
         ({4: torch.zeros(2)}, "length must be int32|row_position must be int32"),
         ({4: torch.full((2,), 10, dtype=torch.int32)}, "outside 0 .. 9"),
         ({6: torch.zeros(2, 3, 9)}, "bias must be"),
+        ({7: torch.zeros(2, 3)}, "sink must be"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[int, Tensor], message: str) -> None:
     q, k, v, visible = inputs(2, 9, (4, 2), 9)
-    args = [q, k, v, *_ops.visible_keys(visible)[:3], None]
+    args = [q, k, v, *_ops.visible_keys(visible)[:3], None, None]
     for at, value in change.items():
         args[at] = value
     with pytest.raises(ValueError, match=message):
@@ -203,7 +219,7 @@ def test_a_consume_without_a_capture_is_refused() -> None:
     table, length, row, slot = _ops.visible_keys(visible)
     how = {"scale": SCALE, "softcap": 0.0, "implementation": "batched"}
     _, *held = _ops.cached_capture(
-        q, k, v, table, length, row, None, slot, retention_num=3, retention_den=10, **how
+        q, k, v, table, length, row, None, None, slot, retention_num=3, retention_den=10, **how
     )
     held[1].zero_()
     with pytest.raises(RuntimeError, match="consume before capture"):

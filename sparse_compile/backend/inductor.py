@@ -81,7 +81,9 @@ def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def memory(value: Any) -> int | None:
-        return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) and value.is_cuda else None
+        return (
+            value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) and value.is_cuda else None
+        )
 
     def run(*inputs: Any) -> Any:
         given = {memory(value) for value in inputs}

@@ -46,7 +46,9 @@ def inspect(
         given = {"key_retention": retention, "capture_loop": capture_loop, "recapture_every": recapture_every}
         given |= {"enabled": not dense, "implementation": implementation}
         common.run_command(
-            lambda: _inspect_backend(model, dtype, device, given, graph, as_json), as_json=as_json, debug=debug
+            lambda: _inspect_backend(model, dtype, device, given, graph, as_json),
+            as_json=as_json,
+            debug=debug,
         )
     options = common.compile_options(
         retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
