@@ -3,6 +3,7 @@
 #   make demo    the whole story on a small looped model
 #   make test    the test suite (TESTS="tests/test_ouro.py -k gate" runs part of it)
 #   make lint    ruff check        make format   ruff format, in place
+#   make models  write docs/models.md: what each front end makes of each kind of model
 #   make type    mypy on an installed copy
 #   make check   what CI runs: test, lint, format check, type check
 
@@ -19,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	&& { echo $$p; break; }; done)
 TESTS ?= tests
 
-.PHONY: help venv demo test lint format format-check type check clean
+.PHONY: help venv demo test models lint format format-check type check clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -42,6 +43,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)
+
+models: $(STAMP)
+	$(BIN)/python -W ignore tests/model_matrix.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ class Bench:
         torch.manual_seed(0)
         with self.device:
             self.model = OuroForCausalLM(config).eval().to(dtype)
-        heads, kv_heads, dim = config.attention_shape
+        _, kv_heads, dim = config.attention_shape
         self.cache = StaticCache(config=config, max_cache_len=self.length)
         ensure_slots(self.cache, config.num_slots)
         self.cache.early_initialization(self.rows, kv_heads, dim, dtype, self.device)
