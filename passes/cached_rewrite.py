@@ -85,12 +85,13 @@ class _Rewriter:
         self.counts: Counter[str] = Counter(dense=0, capture=0, consume=0)
         self.tables: dict[Any, tuple[fx.Node, ...]] = {}
         self.held: dict[str, tuple[fx.Node, ...]] = {}
+        self.captured_by: dict[str, tuple[fx.Node, ...]] = {}
 
     def replace(self, site: Site, call: AttentionCall) -> None:
         before = set(self.graph.nodes)
         with self.graph.inserting_before(call.node):
             rows, keys = self._sizes(call)
-            table, length, row, slot = self._table(call, rows, keys)
+            table, length, row, slot = plan = self._plan(site, call, rows, keys)
             bias = build_bias(self.graph, call.mask, table, rows, keys)
             query = self.graph.call_function(operator.getitem, (call.query, (slice(None), slice(None), 0)))
             arguments: list[Any] = [query, call.key, call.value, table, length, row, bias]
@@ -101,6 +102,8 @@ class _Rewriter:
                 node.meta = {**call.node.meta, "pass": "rewrite_calls", "site": site.name}
                 node.meta["example_value"] = _fake_result(node, fake(call.query))
         call.node.replace_all_uses_with(out)
+        if site.kind == "capture":
+            self.captured_by[site.layer] = plan
         self._erase(call)
         self.counts[site.kind] += 1
 
@@ -140,7 +143,10 @@ class _Rewriter:
     def _size(self, node: fx.Node, dim: int) -> fx.Node:
         return self.graph.call_method("size", (node, dim))
 
-    def _table(self, call: AttentionCall, rows: Any, keys: Any) -> tuple[fx.Node, ...]:
+    def _plan(self, site: Site, call: AttentionCall, rows: Any, keys: Any) -> tuple[fx.Node, ...]:
+        """Table, lengths, rows and slots: those of the capture for a consume, which reads keys by its numbers."""
+        if site.kind == "consume":
+            return self.captured_by[site.layer]
         key = (
             seen_key(call.mask, self.values, call.node),
             str(fake(call.query).shape[0]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .base import Compilation, Pass
 from .masks import seen_key
@@ -39,10 +39,16 @@ class ScheduleCalls(Pass):
         return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
 
 
-def _view(call: AttentionCall, values: Values) -> tuple[Any, ...]:
-    """What must be equal for two calls to see the same keys under the same numbers."""
-    seen = seen_key(call.mask, values, call.node)
-    return seen, str(fake(call.key).shape), str(fake(call.query).shape), fake(call.key).dtype
+def _sees_the_same(one: AttentionCall, other: AttentionCall, values: Values) -> bool:
+    """Whether two calls see the same keys under the same numbers.
+
+    Sizes may be symbolic, as those of growing caches are. Comparing them makes their equality a guard of the compiled
+    graph, so it holds whenever the graph runs.
+    """
+    if seen_key(one.mask, values, one.node) != seen_key(other.mask, values, other.node):
+        return False
+    sizes = [(*fake(call.query).shape, *fake(call.key).shape) for call in (one, other)]
+    return all(bool(mine == theirs) for mine, theirs in zip(*sizes, strict=True))
 
 
 def _demote(sites: list[Site], calls: tuple[AttentionCall, ...], values: Values) -> None:
@@ -54,7 +60,7 @@ def _demote(sites: list[Site], calls: tuple[AttentionCall, ...], values: Values)
             source[site.layer] = at
         elif site.kind == "consume":
             captured = source[site.layer]
-            if _view(calls[at], values) == _view(calls[captured], values):
+            if _sees_the_same(calls[at], calls[captured], values):
                 readers[captured] += 1
             else:
                 reason = f"sees other keys than the capture in loop {sites[captured].loop}"

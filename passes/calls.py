@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from .masks import Mask, read_mask
-from .nodes import argument, cache_inputs, fake, fake_maybe, is_number, made_here, operation, unrepeated
+from .nodes import argument, cache_inputs, fake, fake_maybe, made_here, number_maybe, operation, unrepeated
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def read_sdpa(node: fx.Node) -> Found | None:
     query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
     dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", False)
     scale = argument(node, 6, "scale")
-    if not is_number(dropout) or dropout:
+    if number_maybe(dropout) != 0:
         return Unmatched(node, f"dropout_p={dropout} makes it random")
-    if scale is not None and not is_number(scale):
+    if scale is not None and (scale := number_maybe(scale)) is None:
         return Unmatched(node, "its scale is computed in the graph")
     return read_call(
         node, "sdpa", query, key, value, (argument(node, 3, "attn_mask"),), bool(causal), scale, 0.0, (node,)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .calls import Found, Unmatched, read_call
-from .nodes import fake_maybe, is_number, operation
+from .nodes import fake_maybe, number_maybe, operation
 from .values import Values
 
 _ELEMENTWISE = {
@@ -110,7 +110,7 @@ def read_flex(node: fx.Node) -> Found | None:
     term = _mask_term(root, block_mask, node.args[8] if len(node.args) > 8 else ())
     if isinstance(term, str):
         return Unmatched(node, term)
-    if not is_number(scale):
+    if (scale := number_maybe(scale)) is None:
         return Unmatched(node, "its scale is computed in the graph")
     covered = (*results, node)
     return read_call(outputs[0], "flex", query, key, value, (term,), False, scale, 0.0, covered)  # type: ignore[arg-type]

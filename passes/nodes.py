@@ -96,13 +96,25 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def number_maybe(value: Any) -> float | None:
+    """A plain number, also one that `dynamic=True` made an input of the graph: reading it fixes it by a guard."""
+    if is_number(value):
+        return float(value)
+    held = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+    return float(held) if isinstance(held, torch.SymFloat | torch.SymInt) else None
+
+
 def scalar_operand(node: fx.Node) -> tuple[fx.Node, float] | None:
     """`(x, c)` of a product, quotient or sum of a tensor and a plain number; for a quotient c divides."""
     first, second = argument(node, 0, "input"), argument(node, 1, "other")
-    if isinstance(first, fx.Node) and is_number(second):
-        return first, float(second)
-    if isinstance(second, fx.Node) and is_number(first) and operation(node) != "div":
-        return second, float(first)
+    if fake_maybe(first) is not None and (factor := number_maybe(second)) is not None:
+        return first, factor
+    if (
+        operation(node) != "div"
+        and fake_maybe(second) is not None
+        and (factor := number_maybe(first)) is not None
+    ):
+        return second, factor
     return None
 
 

@@ -1,7 +1,7 @@
 """Looped models of other shapes than those of this package and of transformers, small and random.
 
-    RemoteOuro   as Ouro's published remote code: attention gets `current_ut`, and a cache class of its own finds the slot
-    Huginn       prelude, core x r with the input injected into a random initial state, coda
+RemoteOuro   as Ouro's published remote code: attention gets `current_ut`, and a cache class of its own finds the slot
+Huginn       prelude, core x r with the input injected into a random initial state, coda
 """
 
 from __future__ import annotations

@@ -150,3 +150,20 @@ def test_results_of_cuda_graphs_are_the_callers() -> None:
 def test_outputs_that_are_no_cuda_tensors_are_handed_on() -> None:
     x = torch.ones(2)
     assert with_own_outputs(lambda a: (a, 3))(x)[0] is x
+
+
+def test_symbolic_sizes() -> None:
+    """Growing caches: batch and length are symbols, the capacity of a capture is computed from them."""
+    step = torch.compile(Looped(sdpa), backend="sparse_compile", options={"key_retention": 0.3}, dynamic=True)
+    results, seen = [], []
+    sizes = ((3, 24), (2, 31))
+    for rows, keys in sizes:
+        results.append(step(*example(loops=3, rows=rows, keys=keys)))
+        seen.append(len(backend.reports()))
+    assert seen[0] == seen[1], "the second size compiled anew"
+    for (rows, keys), got in zip(sizes, results, strict=True):
+        torch._dynamo.reset()
+        given = example(loops=3, rows=rows, keys=keys)
+        settings = {"key_retention": 0.3, "inductor": False}
+        plain = torch.compile(Looped(sdpa), backend="sparse_compile", options=settings, dynamic=False)
+        torch.testing.assert_close(got, plain(*given))

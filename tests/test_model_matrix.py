@@ -22,4 +22,6 @@ def test_the_page_holds_nothing_else() -> None:
     assert text.startswith(HEAD)
     lines = text[len(HEAD) :].splitlines()
     assert len(lines) == 2 + 2 * len(ENTRIES)
-    assert {line.split(" | ")[0].removeprefix("| ") for line in lines[2:]} == {entry.name for entry in ENTRIES}
+    assert {line.split(" | ")[0].removeprefix("| ") for line in lines[2:]} == {
+        entry.name for entry in ENTRIES
+    }
