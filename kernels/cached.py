@@ -85,7 +85,7 @@ def capture(
     attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings, sink)
     retention = Retention(retention_num, retention_den)
     held = allocate_store(q, table, retention)
-    store = Store(slot, *held, site=0)
+    store = Store(slot, **dict(zip(STORE, held, strict=True)), site=0)
     checks.check_store(attention, store)
     out = allocate_output(q)
     choose(implementation, attention).capture(attention, store, retention, out)
@@ -106,7 +106,7 @@ def consume(
     **settings: Any,
 ) -> Tensor:
     attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings)
-    store = Store(slot, *held, site=0)
+    store = Store(slot, **dict(zip(STORE, held, strict=True)), site=0)
     checks.check_store(attention, store)
     if q.device.type == "cpu":
         checks.check_consume(attention, store, range(attention.rows))

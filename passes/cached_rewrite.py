@@ -70,8 +70,7 @@ class RewriteCalls(Pass):
 
 def _fake_result(node: fx.Node, like: torch.Tensor) -> Any:
     """What a new node gives for the fake values of its inputs; compilers' caches want it on every node."""
-    given = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
-    args, kwargs = given  # type: ignore[misc]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
     with getattr(like, "fake_mode", nullcontext()):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

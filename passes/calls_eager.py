@@ -150,15 +150,9 @@ class _Scores:
             return None
         source, factor = found
         if name == "mul" and operation(source) == "tanh":
-            inner = source.args[0]
-            before = scalar_operand(inner) if isinstance(inner, fx.Node) else None
-            if (
-                self.softcap
-                or self.scale != 1.0
-                or before is None
-                or operation(inner) != "div"
-                or before[1] != factor
-            ):
+            inner = argument(source, 0, "input")
+            before = scalar_operand(inner) if operation(inner) == "div" else None
+            if self.softcap or self.scale != 1.0 or before is None or before[1] != factor:
                 return None
             self.softcap = factor
             self.covered += [source, inner]

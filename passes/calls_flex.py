@@ -48,12 +48,10 @@ class FlexTerm:
     def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
         """bool [rows, keys] at the graph's insertion point."""
         by_index = self._by_index(graph, rows, keys, device)
-        partial = self._listed(graph, *self.blocks[:2], keys, device)
+        partial = self._listed(graph, self.blocks[:2], keys)
         seen = graph.call_function(torch.logical_and, (by_index, partial))
         if self.blocks[2] is not None:
-            seen = graph.call_function(
-                torch.logical_or, (seen, self._listed(graph, *self.blocks[2:], keys, device))
-            )
+            seen = graph.call_function(torch.logical_or, (seen, self._listed(graph, self.blocks[2:], keys)))
         return graph.call_method("expand", (seen, rows, keys))
 
     def key(self, values: Values, at: fx.Node) -> Any:
@@ -78,12 +76,9 @@ class FlexTerm:
                 known[node] = graph.node_copy(node, lambda source: known[source])
         raise AssertionError("a mask function without an output")
 
-    def _listed(
-        self, graph: fx.Graph, number: fx.Node, indices: fx.Node, keys: Any, device: torch.device
-    ) -> fx.Node:
-        """bool [B or 1, keys]: whether a key's block is among the first `number` of `indices`."""
-        arguments = (number, indices, keys, self.block_size)
-        return graph.call_function(keys_in_blocks, arguments)
+    def _listed(self, graph: fx.Graph, blocks: tuple[Any, ...], keys: Any) -> fx.Node:
+        """bool [B or 1, keys]: whether a key's block is among those of a block list."""
+        return graph.call_function(keys_in_blocks, (*blocks, keys, self.block_size))
 
 
 def keys_in_blocks(number: torch.Tensor, indices: torch.Tensor, keys: int, size: int) -> torch.Tensor:

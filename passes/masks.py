@@ -97,13 +97,15 @@ def hides(value: Any) -> bool:
     """Whether a fill value hides a key."""
     if isinstance(value, fx.Node):
         return _constant(value)
-    return is_number(value) and value <= HIDDEN
+    return is_number(value) and bool(value <= HIDDEN)
 
 
 def _constant(node: fx.Node) -> bool:
     """`torch.tensor(-inf)` and `torch.full([], ...)` as models write them."""
-    given = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
-    return operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and given <= HIDDEN  # type: ignore[operator]
+    given: Any = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
+    return (
+        operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and bool(given <= HIDDEN)
+    )
 
 
 def _per_head(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,5 @@ def _log(report: GraphReport, before: str, graph: fx.GraphModule) -> None:
     after = graph.print_readable(print_output=False)
     log.debug("graph %d before:\n%s\ngraph %d after:\n%s", report.number, before, report.number, after)
     for name, text in (("before", before), ("after", after), ("report", str(report))):
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda name=name: {"name": f"sparse_compile_{name}", "encoding": "string"},
-            payload_fn=lambda text=text: text,
-        )
+        metadata = {"name": f"sparse_compile_{name}", "encoding": "string"}
+        trace_structured("artifact", metadata_fn=partial(dict, metadata), payload_fn=partial(str, text))

@@ -69,7 +69,7 @@ def compile_with_inductor(
     mine = CachesStay(options, patches.get("post_grad_custom_post_pass"))
     patches["post_grad_custom_post_pass"] = mine
     _prepare_kernels(graph)
-    compiled = compile_fx(graph, inputs, config_patches=patches)
+    compiled: Any = compile_fx(graph, inputs, config_patches=patches)
     return with_own_outputs(compiled) if patches.get("triton.cudagraphs") else compiled
 
 
