@@ -293,6 +293,72 @@ def test_a_consume_under_another_mask_stays_dense() -> None:
     assert report.sites[2].reason == "sees other keys than the capture in loop 1"
 
 
+def test_a_cache_layer_that_slides_is_kept() -> None:
+    """Where the attention module knows no window, the layer of the cache does."""
+
+    class Layer:
+        def __init__(self, keys: Tensor, values: Tensor, is_sliding: bool) -> None:
+            self.keys, self.values, self.is_sliding = keys, values, is_sliding
+            self.max_cache_len = keys.shape[2]
+
+    class OverLayers(Looped):
+        def forward(self, q: Tensor, layers: list[Layer], mask: Tensor) -> Tensor:
+            for layer in layers:
+                q = q + self.attend(q, layer.keys, layer.values, mask)
+            return q
+
+    q, ks, vs, mask = example(loops=3)
+    layers = [Layer(k, v, number == 2) for number, (k, v) in enumerate(zip(ks, vs, strict=True))]
+    settings = {"inductor": False, "on_unmatched": "ignore"}
+    got = torch.compile(OverLayers(sdpa), backend="sparse_compile", options=settings)(q, layers, mask)
+    report = backend.last_report()
+    assert report is not None
+    assert [site.window for site in report.sites] == [0, 0, 24]
+    assert len(report.rewritten) == 2
+    torch.testing.assert_close(got, Looped(sdpa)(q, ks, vs, mask))
+
+
+def test_equal_masks_made_anew_are_one_mask_unless_something_is_written_between() -> None:
+    def fresh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention(q, k, v, mask[:, :, :, :24])
+
+    def written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mask[:, :, :, 8].logical_not_()
+        return attention(q, k, v, mask[:, :, :, :24])
+
+    compile_form(fresh)(*example())
+    assert counts() == {"dense": 1, "capture": 1, "consume": 2}
+    torch._dynamo.reset()
+    q, ks, vs, mask = example()
+    wanted = Looped(written)(q, ks, vs, mask.clone())
+    got = compile_form(written, on_unmatched="ignore")(q, ks, vs, mask.clone())
+    assert counts()["consume"] == 0
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_sink_takes_part() -> None:
+    sink = torch.randn(3, 4, 1, 1, dtype=torch.float64)
+
+    def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, repeat_kv(k, 2).transpose(2, 3)) * SCALE
+        scores = torch.cat([scores.masked_fill(~mask, float("-inf")), sink], dim=-1)
+        return scores.softmax(-1)[..., :-1] @ repeat_kv(v, 2)
+
+    inputs = example()
+    torch.testing.assert_close(compile_form(form, key_retention=1)(*inputs), Looped(form)(*inputs))
+    assert counts() == {"dense": 4, "capture": 0, "consume": 0}
+
+
+def test_reports_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="sparse_compile.backend"):
+        compile_form(sdpa)(*example())
+    text = "\n".join(
+        record.getMessage() for record in caplog.records if record.name == "sparse_compile.backend"
+    )
+    assert "rewrote 4 of 4 attention calls" in text
+    assert "cached_consume" in text
+
+
 def test_prefill_stays_dense() -> None:
     q, ks, vs, _ = example()
     compile_form(sdpa)(q.expand(3, 4, 5, 16), ks, vs, None)

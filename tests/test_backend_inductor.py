@@ -16,6 +16,7 @@ from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 import sparse_compile.backend as backend
 from sparse_compile.backend.inductor import CachesStay, source_files, with_own_outputs
+from sparse_compile.models.presets import tiny_model
 
 _ops = torch.ops.sparse_compile
 
@@ -85,6 +86,25 @@ def test_ops_may_be_given_a_tensor_and_its_copy() -> None:
     torch.testing.assert_close(torch.compile(pair)(*given), pair(*given))
 
 
+@pytest.mark.slow
+def test_generate_through_inductor() -> None:
+    """24 tokens of a left-padded batch at full retention are the plain model's."""
+    from transformers import CompileConfig
+
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 2, 5, 8)):
+        mask[row, :padding] = 0
+    config = CompileConfig(backend="sparse_compile", mode=None, options={"key_retention": 1})
+    config._compile_all_devices = True
+    arguments: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
+    wanted = model.generate(input_ids=ids * mask, attention_mask=mask, **arguments)
+    got = model.generate(input_ids=ids * mask, attention_mask=mask, compile_config=config, **arguments)
+    assert torch.equal(got, wanted)
+    assert [report.counts["dense"] for report in backend.reports()] == [3]
+
+
 def test_equal_graphs_hit_the_cache_and_other_options_miss_it() -> None:
     with fresh_inductor_cache():
         for number, (options, hit) in enumerate(
@@ -152,6 +172,7 @@ def test_outputs_that_are_no_cuda_tensors_are_handed_on() -> None:
     assert with_own_outputs(lambda a: (a, 3))(x)[0] is x
 
 
+@pytest.mark.slow
 def test_symbolic_sizes() -> None:
     """Growing caches: batch and length are symbols, the capacity of a capture is computed from them."""
     step = torch.compile(Looped(sdpa), backend="sparse_compile", options={"key_retention": 0.3}, dynamic=True)

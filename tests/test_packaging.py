@@ -31,6 +31,15 @@ def test_every_package_is_listed(pyproject: dict) -> None:
     assert set(pyproject["tool"]["setuptools"]["packages"]) == packages_on_disk()
 
 
+def test_the_backend_is_an_entry_point(pyproject: dict) -> None:
+    from importlib.metadata import EntryPoint
+
+    ((name, value),) = pyproject["project"]["entry-points"]["torch_dynamo_backends"].items()
+    found = EntryPoint(name, value, "torch_dynamo_backends").load()
+    assert name == "sparse_compile"
+    assert callable(found)
+
+
 def test_every_folder_with_code_is_a_package() -> None:
     bare = {
         str(file.parent.relative_to(ROOT))

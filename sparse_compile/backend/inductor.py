@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from sparse_compile.backend.options import BackendOptions
+from sparse_compile.passes.cached_rewrite import OPS
 from sparse_compile.passes.errors import PassError
 
-_ops = torch.ops.sparse_compile
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
@@ -46,7 +47,7 @@ class CachesStay(CustomGraphPass):
         if self.before is not None:
             self.before(graph)
         for node in graph.nodes:
-            if getattr(node.target, "namespace", "") != "sparse_compile":
+            if node.target not in OPS.values():
                 continue
             copied = [arg for arg in node.args[1:3] if isinstance(arg, fx.Node) and arg.target in _COPIES]
             if copied:
@@ -101,18 +102,16 @@ def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_kernels(graph: fx.GraphModule) -> None:
     """Memory that the Triton kernels keep between calls is made now: within a CUDA graph's pool it could not stay."""
+    from sparse_compile.kernels.dispatch import resolve
     from sparse_compile.passes.nodes import fake_maybe
 
     for node in graph.graph.nodes:
-        if getattr(node.target, "namespace", "") != "sparse_compile" or len(node.args) < 3:
+        query = fake_maybe(node.args[0]) if node.target in OPS.values() else None
+        if query is None or query.device.type != "cuda":
             continue
-        value = fake_maybe(node.args[1])
-        query = fake_maybe(node.args[0].args[0]) if isinstance(node.args[0], fx.Node) else None
-        if value is None or query is None or value.device.type != "cuda":
-            continue
-        from sparse_compile.kernels.dispatch import resolve
-
-        if resolve(str(node.kwargs["implementation"]), "cuda", value.dtype, value.shape[3]) == "triton":
+        if resolve(str(node.kwargs["implementation"]), "cuda", query.dtype, int(query.shape[2])) == "triton":
             from sparse_compile.kernels.triton_backend import reserve_arrivals
 
-            reserve_arrivals(value.device, int(query.shape[0]) * int(query.shape[1]))
+            # A symbolic batch is not asked for its size, which would fix it; the least reserve serves it.
+            lines = [size for size in query.shape[:2] if isinstance(size, int)]
+            reserve_arrivals(query.device, math.prod(lines) if len(lines) == 2 else 1)
