@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from sparse_compile import cli
 from sparse_compile.cli import app, common
+from sparse_compile.models.presets import tiny_model
 from sparse_compile.passes.errors import UnsupportedModel
 
 Compiled = dict[str, Any]
@@ -72,6 +73,42 @@ def test_inspect_graph(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(out)["graph"] == {"which": "body", "text": "graph body"}
     code, out, err = run(capsys, "inspect", "m", "--graph", "all")
     assert (code, out, err) == (2, "", "error: --graph all: must be one of before, after, body\n")
+
+
+def test_inspect_of_the_torch_compile_front_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model as it is loaded, with its default use_cache=True; no wrapper around it."""
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    monkeypatch.setattr(common, "load", lambda name, dtype, device: model)
+    command = ("inspect", "tiny:ouro", "--frontend", "torch-compile")
+    code, out, err = run(capsys, *command, "--json", "--graph", "after")
+    assert code == 0
+    found = json.loads(out)
+    assert [graph["counts"] for graph in found["graphs"]] == [{"dense": 1, "capture": 1, "consume": 1}]
+    assert "cached_consume" in found["graph"]["text"]
+    assert "compiling a decode step" in err
+    assert model.config.use_cache is True
+    assert "_compiled_call" not in vars(model)
+    code, out, err = run(capsys, *command, "--capture-loop", "3")
+    assert (code, out) == (2, "")
+    assert "capture_loop=3 must be below 3" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--frontend", "dynamo"), "must be one of runtime, torch-compile"),
+        (("--frontend", "torch-compile", "--graph", "body"), "must be one of before, after"),
+        (("--frontend", "torch-compile", "--retention", "2"), "key_retention"),
+    ],
+)
+def test_inspect_refuses_bad_front_ends(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run(capsys, "inspect", "tiny:ouro", *arguments)
+    assert code == 2
+    assert message in err
 
 
 @pytest.mark.parametrize(
