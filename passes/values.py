@@ -35,9 +35,12 @@ class Values:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes: dict[fx.Node, list[int]] = defaultdict(list)
         for node in graph.nodes:
-            if writes(node) and node.args and isinstance(node.args[0], fx.Node):
-                for source in sources(node.args[0]):
+            for target in _written(node):
+                for source in sources(target):
                     self.writes[source].append(self.place[node])
+
+        self.numbers: dict[Any, int] = {}
+        self.known: dict[tuple[fx.Node, fx.Node], int] = {}
 
     def key(self, value: Any, at: fx.Node, depth: int = 0) -> Any:
         """The key of `value` as the node `at` sees it."""
@@ -47,14 +50,36 @@ class Values:
             return "slice", self.key((value.start, value.stop, value.step), at, depth)
         if not isinstance(value, fx.Node):
             return type(value).__name__, repr(value)
+        if (value, at) not in self.known:
+            # One number per distinct computation: keys of shared parts do not multiply.
+            self.known[value, at] = self.numbers.setdefault(
+                self._computed(value, at, depth), len(self.numbers)
+            )
+        return self.known[value, at]
+
+    def _computed(self, value: fx.Node, at: fx.Node, depth: int) -> Any:
         version = bisect_left(self.writes[value], self.place[at]) if value in self.writes else 0
-        name = operation(value)
         if depth > _DEPTH or not is_pure(value):
             return value.name, version
         seen_from = at if is_layout(value) else value
-        inputs = tuple(self.key(one, seen_from, depth + 1) for one in value.args)
-        named = tuple((key, self.key(one, seen_from, depth + 1)) for key, one in sorted(value.kwargs.items()))
-        return name, str(value.target), inputs, named, version
+        inputs = self.key(value.args, seen_from, depth + 1)
+        named = tuple(
+            (name, self.key(one, seen_from, depth + 1)) for name, one in sorted(value.kwargs.items())
+        )
+        return operation(value), str(value.target), inputs, named, version
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a node may write to: its first argument, or any input of an operator whose schema mutates."""
+    if _mutates(node):
+        return node.all_input_nodes
+    first = node.args[0] if node.args and writes(node) else None
+    return [first] if isinstance(first, fx.Node) else []
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def writes(node: fx.Node) -> bool:
@@ -67,7 +92,6 @@ def writes(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node only computes: it writes nothing and draws nothing."""
-    schema = getattr(node.target, "_schema", None)
-    if not operation(node) or writes(node) or (schema is not None and schema.is_mutable):
+    if not operation(node) or writes(node) or _mutates(node):
         return False
     return not any(word in operation(node) for word in _RANDOM)

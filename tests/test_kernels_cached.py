@@ -231,3 +231,20 @@ def test_a_consume_without_a_capture_is_refused() -> None:
     held[1].zero_()
     with pytest.raises(RuntimeError, match="consume before capture"):
         _ops.cached_consume(q, k, v, table, length, row, None, slot, *held, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda(dtype: torch.dtype) -> None:
+    """The compiled kernels over long caches, against the definition in float64 on the same values."""
+    q, k, v, visible = inputs(3, 3000, (8, 4), 11, dim=128)
+    sink, bias = torch.randn(3, 8), torch.randn(3, 8, 3000)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    wanted = textbook(q, k, v, visible, bias, "0.1", sink)
+    on_device = [x.cuda() for x in (q, k, v, visible, bias)]
+    got = run_all(*on_device, "0.1", "triton", sink.cuda())
+    # bfloat16: probabilities and results are rounded, values stay below 8
+    margin = 2e-5 if dtype == torch.float32 else 4e-2
+    for name in ("dense", "capture", "consume"):
+        target = wanted["dense" if name == "capture" else name]
+        torch.testing.assert_close(got[name].double().cpu(), target, rtol=margin, atol=margin)

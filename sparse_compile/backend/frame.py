@@ -20,10 +20,9 @@ def frame_locals() -> dict[str, Any]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        translator = InstructionTranslator.current_tx()
+        return dict(InstructionTranslator.current_tx().output.root_tx.f_locals)
     except AttributeError:  # no compilation is going on
         return {}
-    return dict(translator.output.root_tx.f_locals) if translator is not None else {}
 
 
 class Frame:
