@@ -66,9 +66,8 @@ def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecor
 
 
 def _traces() -> bool:
-    from torch._logging._internal import trace_log
-
-    return bool(trace_log.handlers) or log.isEnabledFor(logging.DEBUG)
+    """Whether anybody will read the text of whole graphs, which takes seconds to write for large ones."""
+    return bool(os.environ.get("TORCH_TRACE")) or log.isEnabledFor(logging.DEBUG)
 
 
 def _log(report: GraphReport, before: str, graph: fx.GraphModule) -> None:
