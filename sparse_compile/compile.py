@@ -55,7 +55,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.validate:
         check_rotary(model)
     try:
-        program = build_program(model, pass_options(config))
+        program = build_program(model, pass_options(config, model.device))
     except OptionError as error:
         raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
@@ -79,8 +79,11 @@ def check_implementation(config: SparseConfig, program: Program, model: PreTrain
         raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
 
 
-def pass_options(config: SparseConfig) -> Options:
-    """What the passes need to know of a config; graphs are dumped where SPARSE_COMPILE_DUMP points."""
+def pass_options(config: SparseConfig, device: torch.device) -> Options:
+    """What the passes need to know of a config for a model on `device`.
+
+    Graphs are dumped where SPARSE_COMPILE_DUMP points.
+    """
     dump = os.environ.get(DUMP_VARIABLE)
     return Options(
         retention=Retention.of(config.retention),
@@ -89,6 +92,7 @@ def pass_options(config: SparseConfig) -> Options:
         recapture_every=config.recapture_every,
         implementation=config.implementation,
         roll=config.roll,
+        merge_linears=device.type == "cuda" if config.merge_linears == "auto" else bool(config.merge_linears),
         dump_dir=Path(dump) if dump else None,
     )
 

@@ -31,8 +31,9 @@ _CHANGES_MODEL = frozenset(
 
 
 class CompiledModel:
-    """A compiled looped model. The wrapped model (`.model`) is never changed: calling this object, and every
-    attribute that is not defined here, is the model's own.
+    """A compiled looped model. The wrapped model (`.model`) computes what it did before, bit for bit
+    (`merge_linears` moves its weights in memory, no more): calling this object, and every attribute that is not
+    defined here, is the model's own.
 
     model: the user's model. sparse_config: the options it was compiled with. program: what the passes made of
     it.

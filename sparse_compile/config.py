@@ -36,6 +36,8 @@ class SparseConfig:
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
+    merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
+        moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
@@ -52,6 +54,7 @@ class SparseConfig:
     page_size: int = 16
     prefill_chunk: int = 512
     roll: bool = True
+    merge_linears: bool | str = "auto"
     validate: bool = True
     progress: bool | None = True
 
@@ -67,6 +70,13 @@ class SparseConfig:
         for name in ("enabled", "validate", "roll"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
+        if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
+            raise ArgumentError(
+                "merge_linears",
+                self.merge_linears,
+                "must be True, False or 'auto'",
+                "pass merge_linears='auto'",
+            )
         if self.progress is not None and not isinstance(self.progress, bool):
             raise ArgumentError(
                 "progress", self.progress, "must be True, False or None", "pass progress=False"

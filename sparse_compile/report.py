@@ -70,6 +70,8 @@ class Report:
     """Everything `inspect` shows. Sizes in bytes, times in seconds.
 
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
+    merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
+        and did not, with the reason.
     memory: bytes that the present engine holds by name, empty before the first generate.
     """
 
@@ -81,6 +83,8 @@ class Report:
     kv_bytes_per_token: int
     reads: tuple[Reads, ...]
     passes: tuple[tuple[str, float, dict[str, int]], ...]
+    merged: tuple[tuple[str, ...], ...]
+    left_alone: tuple[tuple[tuple[str, ...], str], ...]
     retention: dict[str, Any]
     dense_below: int
     implementation: str
@@ -107,6 +111,10 @@ class Report:
             "passes": [
                 {"name": name, "seconds": seconds, "counters": counters}
                 for name, seconds, counters in self.passes
+            ],
+            "merged_linears": [list(parts) for parts in self.merged],
+            "left_alone_linears": [
+                {"weights": list(weights), "reason": reason} for weights, reason in self.left_alone
             ],
             "retention": self.retention,
             "dense_below": self.dense_below,
@@ -136,6 +144,8 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         kv_bytes_per_token=sum(_kv_bytes(site, item) for site in program.sites),
         reads=tuple(_reads(program, context, item, config.dense_below) for context in contexts),
         passes=tuple((one.name, one.seconds, dict(one.counters)) for one in program.passes),
+        merged=tuple(one.parts for one in program.merged),
+        left_alone=tuple((one.weights, one.reason) for one in program.left_alone),
         retention={
             "key_retention": float(fraction),
             "fraction": f"{fraction.numerator}/{fraction.denominator}",

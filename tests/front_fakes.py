@@ -143,6 +143,8 @@ def fake_program(sites: list[Any] | None = None, **changes: Any) -> Any:
         "loops": max(site.loops for site in sites),
         "rolled": True,
         "roll_reason": "",
+        "merged": (),
+        "left_alone": (),
         "passes": (SimpleNamespace(name="trace", seconds=0.5, counters={"nodes": 3}),),
         "retention": SimpleNamespace(numerator=1, denominator=4),
         "graph_text": lambda which: f"graph {which}",
