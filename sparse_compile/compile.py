@@ -20,18 +20,12 @@ from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
+from sparse_compile.runtime.budget import PoolSizes
 from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.executor import Executor
-from sparse_compile.runtime.kv_pool import KVPool, KVSpec
-from sparse_compile.runtime.memory import (
-    check_fits,
-    kv_pool_bytes,
-    pool_pages,
-    reference_store_bytes,
-    store_slots,
-)
+from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.memory import check_fits, pool_pages, store_slots
 from sparse_compile.runtime.reference_store import ReferenceStore
-from sparse_compile.runtime.store_spec import StoreSpec
 from sparse_compile.validation import check_rotary, validate_program
 
 if TYPE_CHECKING:
@@ -103,37 +97,22 @@ class EngineFactory:
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
         self.model, self.config, self.program = model, config, program
 
-    def kv_spec(self) -> KVSpec:
-        site = self.program.sites[0]
-        return KVSpec(
-            self.program.planes, site.kv_heads, site.head_dim, self.config.page_size, self.model.dtype
+    def sizes(self) -> PoolSizes:
+        retention = self.program.retention
+        return PoolSizes(
+            self.program.sites,
+            (retention.numerator, retention.denominator),
+            self.config.key_bucket,
+            self.config.page_size,
+            self.model.dtype,
         )
-
-    def store_spec(self, context: int) -> StoreSpec | None:
-        """Shape of a slot for rows of up to `context` keys; None when nothing captures."""
-        if not self.program.sparse:
-            return None
-        site, retention = self.program.sites[0], self.program.retention
-        capacity = StoreSpec.capacity_for(
-            context, (retention.numerator, retention.denominator), self.config.key_bucket
-        )
-        return StoreSpec(self.program.store_sites, site.heads, site.head_dim, capacity, self.model.dtype)
-
-    def needs(self, rows: int, context: int) -> dict[str, int]:
-        """Bytes of pool and store for `rows` sequences of `context` tokens."""
-        spec = self.kv_spec()
-        needs = {"KV pool": kv_pool_bytes(spec, pool_pages(spec, context, rows))}
-        store = self.store_spec(context)
-        if store is not None:
-            needs["reference store"] = reference_store_bytes(store, store_slots(rows))
-        return needs
 
     def check_memory(self, rows: int, context: int) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
         settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.needs(rows, context), self.model.device, settings)
+        check_fits(self.sizes().needs(rows, context), self.model.device, settings)
 
     def __call__(self, rows: int, context: int) -> Engine:
         self.check_memory(rows, context)
@@ -141,9 +120,10 @@ class EngineFactory:
             return self._make(rows, context)
 
     def _make(self, rows: int, context: int) -> Engine:
-        spec, device = self.kv_spec(), self.model.device
+        sizes, device = self.sizes(), self.model.device
+        spec = sizes.kv_spec()
         pool = KVPool(spec, pool_pages(spec, context, rows), device)
-        store_spec = self.store_spec(context)
+        store_spec = sizes.store_spec(context)
         store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
         retention = self.program.retention
         options = EngineOptions(

@@ -163,6 +163,16 @@ class CompiledModel:
         session = self._keeper.present
         return None if session is None else session.engine
 
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """(sequences, tokens of each) that the present engine was made for, or else that max_batch and max_context
+        ask for; (0, 0) when neither is there.
+        """
+        session, config = self._keeper.present, self.sparse_config
+        if session is not None:
+            return session.rows, session.context
+        return (config.max_batch or 1, config.max_context) if config.max_context else (0, 0)
+
     def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
         """Itself, when nothing changes: the program belongs to its device and dtype."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import retained_count
+from sparse_compile.passes.weights import named_tensors
+from sparse_compile.runtime.budget import PoolSizes
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -72,6 +74,8 @@ class Report:
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
     merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
         and did not, with the reason.
+    budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
+        when neither is there.
     memory: bytes that the present engine holds by name, empty before the first generate.
     """
 
@@ -89,6 +93,7 @@ class Report:
     dense_below: int
     implementation: str
     implementation_option: str
+    budget: dict[str, int]
     memory: dict[str, int]
 
     @property
@@ -120,6 +125,7 @@ class Report:
             "dense_below": self.dense_below,
             "implementation": self.implementation,
             "implementation_option": self.implementation_option,
+            "budget": self.budget,
             "memory": self.memory,
         }
 
@@ -158,6 +164,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
             config.implementation, compiled.device.type, compiled.dtype, program.sites[0].head_dim
         ),
         implementation_option=config.implementation,
+        budget=_budget(compiled),
         memory=_memory(compiled.engine),
     )
 
@@ -188,6 +195,19 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
             whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
         sparse += whole
     return Reads(context, dense, sparse)
+
+
+def _budget(compiled: CompiledModel) -> dict[str, int]:
+    config, program = compiled.sparse_config, compiled.program
+    rows, context = compiled.capacity
+    if not context:
+        return {}
+    retention = (program.retention.numerator, program.retention.denominator)
+    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype)
+    tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
+    needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
+    named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}
+    return {"batch": rows, "context": context, **named, "total": sum(needs.values())}
 
 
 def _memory(engine: Any) -> dict[str, int]:

@@ -23,6 +23,8 @@ def render(report: Report) -> Group:
     if report.reads:
         parts.append(_read_table(report))
     parts += [_roll(report), *_linears(report), _passes(report), _implementation(report)]
+    if report.budget:
+        parts.append(_budget(report.budget))
     if report.memory:
         held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in report.memory.items())
         parts.append(Text(f"held by the engine: {held}"))
@@ -119,6 +121,18 @@ def _passes(report: Report) -> Text:
     return Text(
         "compile passes: "
         + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
+    )
+
+
+def _budget(budget: dict[str, int]) -> Text:
+    parts = [
+        f"{name.replace('_', ' ')} {_bytes(size)}"
+        for name, size in budget.items()
+        if name not in ("batch", "context", "total")
+    ]
+    return Text(
+        f"memory for {budget['batch']} x {budget['context']:,} tokens: {', '.join(parts)}; "
+        f"in all {_bytes(budget['total'])}"
     )
 
 

@@ -129,6 +129,7 @@ def fake_site(layer: str, loop: int, loops: int, kind: str, **changes: Any) -> S
         "kv_heads": 2,
         "head_dim": 8,
         "window": 0,
+        "store_site": None if kind == "dense" else 0,
     }
     return SimpleNamespace(**{**values, **changes})
 

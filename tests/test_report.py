@@ -136,6 +136,29 @@ def test_memory_of_the_engine() -> None:
     assert "kv pool 1.0 KiB, reference store 2.0 KiB" in text_of(report)
 
 
+def test_the_budget_follows_the_settings_and_then_the_engine() -> None:
+    assert report_of(fake_program()).budget == {}
+    report = report_of(fake_program(), max_context=64, max_batch=3)
+    kv = (1 + 3 * 4) * 16 * 8 * 2 * 2 * 8 * 4  # pages x page size x sites x k and v x heads x size x bytes
+    store = 4 * (
+        4 + 4 * (4 * 64 + 4 + 8 * (4 + 4)) + 1
+    )  # slots x (count, 4 heads x (index, mass, o, c), valid)
+    weights = report.budget["weights"]
+    assert weights > 0
+    assert report.budget == {
+        "batch": 3,
+        "context": 64,
+        "weights": weights,
+        "kv_pool": kv,
+        "reference_store": store,
+        "total": weights + kv + store,
+    }
+    assert "memory for 3 x 64 tokens: weights" in text_of(report)
+    compiled, _ = compiled_llama()
+    compiled.generate(left_padded([4])["input_ids"], max_new_tokens=1)
+    assert compiled.report().budget["context"] == 16
+
+
 def test_bytes_for_people() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1024, 786432, 3 * 1024**3, 2 * 1024**4)] == [
         "0 B",
