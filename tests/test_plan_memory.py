@@ -177,7 +177,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "it fits: yes" in out
     assert "768.00 KiB per token" in out
     assert cli.run([*words, "--batch", "8", "--json"]) == 1
-    value = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: 8 x 32768 tokens do not fit into 80GiB; choose --context ")
+    value = json.loads(captured.out)
     assert value["fits"] is False
     assert value["total"] == sum(value["needs"].values())
     assert value["changes"][:2] == [

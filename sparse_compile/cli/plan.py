@@ -75,7 +75,11 @@ def _plan(
         common.print_json(found.to_dict())
     else:
         _show(found)
-    return common.OK if found.fits else common.DIFFERENCES
+    if found.fits:
+        return common.OK
+    what = f"{found.batch} x {found.context} tokens do not fit into {gpu_memory}"
+    common.note(f"error: {what}; choose {', or '.join(found.changes)}")
+    return common.DIFFERENCES
 
 
 def _named(option: str, parse: Any, text: str) -> int:
@@ -114,8 +118,6 @@ def _show(found: MemoryPlan) -> None:
     end = " (all positions of the model)" if found.max_context == found.positions else ""
     console.print(f"largest --context at --batch {found.batch}: {found.max_context or 'none'}{end}")
     console.print(f"largest --batch at --context {found.context}: {found.max_batch or 'none'}")
-    if found.changes:
-        console.print(f"to make it fit: {'; or '.join(found.changes)}")
 
 
 _ESTIMATES = ("CUDA and kernels", "activations", "logits")
