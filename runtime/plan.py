@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from sparse_compile.kernels.prefill import Chunk
 from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import SeatTable, to_device
 
@@ -52,17 +53,6 @@ class Segment:
         for position in range(self.start, self.end):
             inside = position < self.prefix_length
             yield position, max(position + 1, self.prefix_length) if inside else position + 1
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows `row` to `row + rows - 1` of a plan: consecutive tokens of the sequence in `seat`, from position `start`."""
-
-    row: int
-    rows: int
-    seat: int
-    start: int
-    prefix_length: int
 
 
 @dataclass(frozen=True)

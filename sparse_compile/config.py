@@ -36,6 +36,8 @@ class SparseConfig:
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
+    inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
+    cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
@@ -52,6 +54,8 @@ class SparseConfig:
     page_size: int = 16
     prefill_chunk: int = 512
     roll: bool = True
+    inductor: bool | None = None
+    cuda_graphs: bool | None = None
     validate: bool = True
     progress: bool | None = True
 
@@ -67,10 +71,11 @@ class SparseConfig:
         for name in ("enabled", "validate", "roll"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
-        if self.progress is not None and not isinstance(self.progress, bool):
-            raise ArgumentError(
-                "progress", self.progress, "must be True, False or None", "pass progress=False"
-            )
+        for name in ("progress", "inductor", "cuda_graphs"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ArgumentError(
+                    name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
+                )
         if self.implementation not in IMPLEMENTATIONS:
             known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
             raise ArgumentError(
