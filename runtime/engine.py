@@ -41,10 +41,31 @@ FINISHED_KEPT = 4096  # finished requests whose metrics can still be asked for
 
 
 class Executor(Protocol):
-    """Runs a compiled program on the rows of a plan."""
+    """Runs a compiled program on the rows of a plan.
 
-    def run(self, plan: RowPlan) -> torch.Tensor:
-        """Logits of `plan.logit_rows`, [n, vocab], in the model's dtype. No later run reuses their memory."""
+    Both runs return the logits of `plan.logit_rows`, [n, vocab], in the model's dtype. Their memory is good until the
+    next run is submitted.
+    """
+
+    @property
+    def loops(self) -> int:
+        """Bodies that a row goes through; 1 for a program that is not rolled."""
+        ...
+
+    def prefill(self, plan: RowPlan) -> torch.Tensor:
+        """Chunks of prompts: consecutive rows of each sequence, all dense, the whole model."""
+        ...
+
+    def decode(self, plan: RowPlan) -> torch.Tensor:
+        """One row per sequence; `plan.loops` bodies from each row's own depth on, or the whole model."""
+        ...
+
+    def save(self, seat: int) -> tuple[torch.Tensor, ...]:
+        """Copies of what the row of `seat` carries between two runs of `plan.loops` bodies, on the device."""
+        ...
+
+    def load(self, seat: int, carried: tuple[torch.Tensor, ...]) -> None:
+        """Gives `seat` what `save` returned, perhaps of another seat."""
         ...
 
 
@@ -65,7 +86,7 @@ class Engine:
         self.store = store
         self.options = options
         self.scheduler = Scheduler(pool, store, options)
-        self.plans = PlanBuilder(pool.device)
+        self.plans = PlanBuilder(self.scheduler.seats)
         self.counter = KeyCounter(options.sites, options.retention)
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._named = 0
@@ -116,7 +137,7 @@ class Engine:
             self._stepping = False
 
     def _step(self) -> list[StepOutput]:
-        works = self.scheduler.pick()
+        works = sorted(self.scheduler.pick(), key=lambda work: work.request.decoding)
         if not works:
             return []
         requests = [work.request for work in works if work.completes]
@@ -187,19 +208,25 @@ class Engine:
     # ------------------------------------------------------------------ a step
 
     def _run(self, works: list[Work]) -> torch.Tensor:
-        segments = [self.scheduler.segment(work) for work in works]
-        logits = self._submit(self.plans.build(segments))
-        for work, segment in zip(works, segments, strict=True):
-            work.request.computed += work.rows
-            self.counter.charge(work.request.metrics, segment)
-        return logits
+        """Logits of the works that complete, prompts first; `works` holds prompts before decode rows."""
+        parts = []
+        prompts = [work for work in works if not work.request.decoding]
+        for mine, decode in ((prompts, False), (works[len(prompts) :], True)):
+            if not mine:
+                continue
+            segments = [self.scheduler.segment(work) for work in mine]
+            parts.append(self._submit(self.plans.build(segments), decode).clone())
+            for work, segment in zip(mine, segments, strict=True):
+                work.request.computed += work.rows
+                self.counter.charge(work.request.metrics, segment)
+        return torch.cat(parts)
 
-    def _submit(self, plan: RowPlan) -> torch.Tensor:
+    def _submit(self, plan: RowPlan, decode: bool) -> torch.Tensor:
         if self.options.debug:
             plan.validate(self.pool.spec.page_size, self.pool.pages, self.store.slots if self.store else 1)
         if self.store is not None:
             self.store.check(plan.leases)
-        logits = self.executor.run(plan)
+        logits = self.executor.decode(plan) if decode else self.executor.prefill(plan)
         if logits.dim() != 2 or logits.shape[0] != plan.logit_rows.shape[0]:
             raise RuntimeError(
                 f"the executor gave logits {tuple(logits.shape)} for {plan.logit_rows.shape[0]} rows"

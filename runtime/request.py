@@ -87,7 +87,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    page_row: torch.Tensor | None = None  # the same, int32 on the host, for block tables
+    seat: int = 0  # its line of the block table while it runs
     lease: Lease | None = None
     _ids: torch.Tensor | None = None
     _ids_filled: int = 0

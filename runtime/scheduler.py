@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from sparse_compile.runtime.accounting import SiteLike
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.plan import Segment
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
+from sparse_compile.runtime.seats import SeatTable
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,9 @@ class Scheduler:
         self.pool = pool
         self.store = store
         self.options = options
+        self.seats = SeatTable(
+            options.max_rows, min(pool.pages, pool.spec.pages_for(options.max_context)), pool.device
+        )
         self.waiting: dict[str, Request] = {}  # in the order of arrival
         self.running: dict[str, Request] = {}  # in the order of admission
 
@@ -106,7 +108,7 @@ class Scheduler:
         return Segment(
             tokens=request.tokens[start : start + work.rows],
             start=start,
-            pages=request.pages if request.page_row is None else request.page_row,
+            seat=request.seat,
             prefix_length=request.params.prefix_length,
             decode=request.decoding,
             sparse=sparse,
@@ -117,6 +119,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the pools are whole and hold exactly what the running requests hold."""
         self.pool.check_integrity()
+        self.seats.check_integrity([request.seat for request in self.running.values()])
         pages = [page for request in self.running.values() for page in request.pages]
         if len(pages) != self.pool.held_pages:
             raise RuntimeError(f"requests hold {len(pages)} pages, the KV pool lent {self.pool.held_pages}")
@@ -142,7 +145,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.pages = self.pool.allocate(self.pool.spec.pages_for(request.max_length))
-        request.page_row = torch.tensor(request.pages, dtype=torch.int32, device="cpu")
+        request.seat = self.seats.take(request.pages)
         if self.store is not None:
             request.lease = self.store.acquire(request.id, 0)
         request.state = RequestState.RUNNING
@@ -158,7 +161,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
-        request.pages, request.page_row = [], None
+        self.seats.release(request.seat)
+        request.pages, request.seat = [], 0
         if self.store is not None and request.lease is not None:
             self.store.retire(request.lease)
             request.lease = None

@@ -21,8 +21,10 @@ from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
 from sparse_compile.runtime.budget import PoolSizes
+from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.executor import Executor
+from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.memory import check_fits, pool_pages, store_slots
 from sparse_compile.runtime.reference_store import ReferenceStore
@@ -46,6 +48,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     check_model(model)
     refuse_autocast(model.device)
     check_context(model, config)
+    check_graphs(config, model)
     if config.validate:
         check_rotary(model)
     try:
@@ -61,6 +64,15 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.validate:
         validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
+
+
+def check_graphs(config: SparseConfig, model: PreTrainedModel) -> None:
+    """Raise ArgumentError where CUDA graphs are asked for without CUDA."""
+    if config.cuda_graphs and model.device.type != "cuda":
+        limit = f"needs a model on CUDA, this one is on {model.device}"
+        raise ArgumentError(
+            "cuda_graphs", True, limit, "move the model with .cuda(), or leave cuda_graphs out"
+        )
 
 
 def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:
@@ -96,6 +108,9 @@ class EngineFactory:
 
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
         self.model, self.config, self.program = model, config, program
+        on_cuda = model.device.type == "cuda"
+        self.graphs = on_cuda if config.cuda_graphs is None else config.cuda_graphs
+        self.compiler = PieceCompiler(on_cuda if config.inductor is None else config.inductor)
 
     def sizes(self) -> PoolSizes:
         retention = self.program.retention
@@ -134,4 +149,7 @@ class EngineFactory:
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
         )
-        return Engine(Executor(self.program, pool, store), pool, store, options)
+        executor = Executor(self.program, pool, store, self.compiler)
+        return Engine(
+            GraphExecutor(executor, spec.page_size) if self.graphs else executor, pool, store, options
+        )

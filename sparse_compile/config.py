@@ -38,6 +38,8 @@ class SparseConfig:
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
+    inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
+    cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
@@ -55,6 +57,8 @@ class SparseConfig:
     prefill_chunk: int = 512
     roll: bool = True
     merge_linears: bool | str = "auto"
+    inductor: bool | None = None
+    cuda_graphs: bool | None = None
     validate: bool = True
     progress: bool | None = True
 
@@ -77,10 +81,11 @@ class SparseConfig:
                 "must be True, False or 'auto'",
                 "pass merge_linears='auto'",
             )
-        if self.progress is not None and not isinstance(self.progress, bool):
-            raise ArgumentError(
-                "progress", self.progress, "must be True, False or None", "pass progress=False"
-            )
+        for name in ("progress", "inductor", "cuda_graphs"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ArgumentError(
+                    name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
+                )
         if self.implementation not in IMPLEMENTATIONS:
             known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
             raise ArgumentError(

@@ -125,13 +125,16 @@ def program_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> torc
     chunks = [(0, half), (half, len(prompt))] if half else [(0, len(prompt))]
     steps = [*chunks, *((at, at + 1) for at in range(len(prompt), len(sequence) - 1))]
     pages = engine.pool.allocate(engine.pool.spec.pages_for(len(sequence)))
+    seat = engine.plans.seats.take(pages)
     try:
         rows = []
         for start, end in steps:
-            segment = Segment(sequence[start:end], start, pages, wants_logits=end >= len(prompt))
-            rows.append(engine.executor.run(engine.plans.build([segment])))
+            segment = Segment(sequence[start:end], start, seat, wants_logits=end >= len(prompt))
+            run = engine.executor.decode if start >= len(prompt) else engine.executor.prefill
+            rows.append(run(engine.plans.build([segment])).clone())
         return torch.cat(rows)
     finally:
+        engine.plans.seats.release(seat)
         engine.pool.free(pages)
 
 

@@ -269,7 +269,7 @@ def ops(graph: fx.Graph, name: str) -> list[fx.Node]:
 
 
 def test_grammar_accepts_what_the_passes_made() -> None:
-    assert Grammar().run(toy_compile(Toy()))["variants"] == 3
+    assert Grammar().run(toy_compile(Toy()))["variants"] == 4
 
 
 def test_grammar_sees_a_pool_clone() -> None:
