@@ -27,8 +27,8 @@ PROMPT_TOKENS, NEW_TOKENS = 13, 4
 # float64 models compute their rotary angles in float32, hence 1e-6 and not 1e-12.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
-# In half precision a deep loop amplifies rounding by a factor that depends on the model. The model itself shows it: both
-# sides are compared with the model in float32, and ours may be so many times as far off as the model's own.
+# In half precision a deep loop amplifies rounding by a factor that depends on the model. The model itself shows it:
+# both sides are compared with the model in float32, and ours may be so many times as far off as the model's own.
 NOISE_FACTOR, CEILING = 3, 0.3
 
 

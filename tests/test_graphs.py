@@ -1,4 +1,4 @@
-"""Decode steps from CUDA graphs: the same bits as without, whatever the rows are. Needs CUDA, but for the bucket keys."""
+"""Decode steps from CUDA graphs: the same bits as without, whatever the rows are. Most of it needs CUDA."""
 
 from __future__ import annotations
 
