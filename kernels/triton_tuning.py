@@ -21,7 +21,21 @@ class Tiles:
     """
 
     block: int = 64
-    stages: int = 3
+    stages: int | None = None
+    pair: bool | None = None
+    pack: int = 1
+    how: str = "pairs"
+    evict: str = ""
+    pdl: bool = False
+    slice: int = 1024
+    max_parts: int = 32
+    register_scores: int = 32768
+    small_scores: int = 2048
+    threshold_warps: int = 16
+    gather_block: int = 128
+    gather_stages: int = 2
+    by_dot: bool = True
+    retain_warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
     min_unit: int = 256
