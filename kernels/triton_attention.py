@@ -52,20 +52,17 @@ def soft_cap(s, cap):
 
 @triton.jit
 def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
-    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM, BN], acc [BM, BD]).
-
-    The sum l stays spread over the columns: adding it up in every step would cost a barrier.
-    """
+    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD])."""
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = finite_or_zero(m_new)
-    alpha = tl.exp2((m - m_safe) * LOG2E)[:, None]
+    alpha = tl.exp2((m - m_safe) * LOG2E)
     p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
-    return m_new, l * alpha + p, acc * alpha + product(p.to(v.dtype), v, PRECISION)
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(p.to(v.dtype), v, PRECISION)
 
 
 @triton.jit
 def store_scores(scores, line, n, s, wanted, HOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Keep s [BM, BN] where `wanted`, at line [BM] + n [BN]. The padded tile should not be moved for one live row.
+    """Keep s [BM, BN] where `wanted`, at line [BM] + n [BN], both int32. The padded tile need not move for one row.
 
     HOW "tile": as a tile. "row": one row is live per column, and is summed out first. "pairs": straight from where the
     product left it, two neighbouring columns at a time; columns come in pairs and lines have an even size.
@@ -83,7 +80,7 @@ def store_scores(scores, line, n, s, wanted, HOW: tl.constexpr, BM: tl.constexpr
         at = scores + line[:, None] + first[None, :]
         tl.inline_asm_elementwise(
             STORE_PAIR if HOW == "pairs" else STORE_PAIR_LAST,
-            "=r,l,f,f,r", [at, even, odd, mask], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,f,f,r", [at.to(tl.int64, bitcast=True), even, odd, mask], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -122,24 +119,24 @@ def write_key(
 def attend_kept(
     q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap,
     HAS_CAP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM, BK], tl.float32)
+    l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     e = tl.arange(0, BK)
     for e0 in tl.range(start, end, BK, num_stages=STAGES):
         ok = e0 + e < end
         n = tl.load(kept_line + e0 + e, mask=ok, other=0)
         page = page_of(table_row, n, ok, PAGE)
-        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token, EVICT)  # [BK, BD]
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token, EVICT)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
         s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
         if HAS_CAP:
             s = soft_cap(s, cap)
         m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
-    return m, tl.sum(l, 1), acc
+    return m, l, acc
 
 
 @triton.jit
@@ -148,7 +145,7 @@ def attend_all(
     pool_head, pool_page, pool_token, scale, cap, scores, line_m, captured,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CAPTURES: tl.constexpr, HOW: tl.constexpr, PACK: tl.constexpr,
     PAIR: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys start .. end - 1 of PACK heads: (m [BM], l [BM], acc [BM, BD]).
 
@@ -156,7 +153,7 @@ def attend_all(
     from `middle` on are a second unit: it starts from nothing, and the two are merged at the end.
     """
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM, BN], tl.float32)
+    l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     m_a, l_a, acc_a = m, l, acc
     STEP: tl.constexpr = BN // PACK
@@ -169,8 +166,8 @@ def attend_all(
         n = n0 + offset
         ok = n < end
         page_next = page_of(table_row, n + STEP, n + STEP < end, PAGE)
-        k = load_keys(k_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token, EVICT)  # [BN, BD]
-        v = load_keys(v_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token, EVICT)
+        k = load_keys(k_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
+        v = load_keys(v_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
         s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
         if HAS_CAP:
             s = soft_cap(s, cap)
@@ -183,17 +180,15 @@ def attend_all(
             if captured:
                 store_scores(scores, line_m, n, s, seen, HOW, BM, BN)
         if PAIR:
-            second = n0 == middle
-            m_a = tl.where(second, m, m_a)
-            l_a = tl.where(second, l, l_a)
-            acc_a = tl.where(second, acc, acc_a)
-            m = tl.where(second, float("-inf"), m)  # alpha = 0 then clears the sums
+            if n0 == middle:
+                m_a, l_a, acc_a = m, l, acc
+                m = tl.full([BM], float("-inf"), tl.float32)  # alpha = 0 then clears the sums
         m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
         page = page_next
-    total = tl.sum(l, 1)
+    total = l
     if PAIR:
         m, a, b = pair_weights(m_a, m)
-        total = weighted(tl.sum(l_a, 1), a, total, b)
+        total = weighted(l_a, a, total, b)
         acc = weighted(acc_a, a[:, None], acc, b[:, None])
     return m, total, acc
 
@@ -238,7 +233,7 @@ def attention_kernel(
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, PACK: tl.constexpr, PAIR: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    SLOTS: tl.constexpr, HOW: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, HOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, units or pairs of them, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
@@ -274,7 +269,7 @@ def attention_kernel(
     rows = row0 + mi // width if R > 1 else row0 + mi * 0
     heads = head0 + mi % width if R > 1 else head0 + mi
     live = (mi < R * width) & (heads < HEADS)
-    at_m = rows * HEADS + heads  # [BM]
+    at_0, at_m = row0 * HEADS + head0, rows * HEADS + heads  # [BM]
     length_m = tl.load(row_length + rows, mask=live, other=0)
     if MODE == _MIXED:
         length_m = tl.where(mode == 0, 0, length_m)
@@ -320,14 +315,14 @@ def attention_kernel(
             kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
                 q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale,
-                cap, HAS_CAP, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION, EVICT,
+                cap, HAS_CAP, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
             m, l, acc = attend_all(
-                q_tile, k_pool, v_pool, base, table_row, heads // G - kv0, start + first,
-                start + first + keys, end + first, first_m, length_m, d, d_ok, pool_head, pool_page, pool_token, scale,
-                cap, scores, at_m * scores_s, captured, HAS_CAP, HAS_WINDOW, CAPTURES, HOW, PACK, PAIR, PAGE, BM, BN, BD,
-                STAGES, PRECISION, EVICT,
+                q_tile, k_pool, v_pool, base, table_row, heads // G - kv0, start + first, start + first + keys,
+                end + first, first_m, length_m, d, d_ok, pool_head, pool_page, pool_token, scale, cap,
+                scores + at_0 * scores_s, ((at_m - at_0) * scores_s).to(tl.int32), captured, HAS_CAP, HAS_WINDOW,
+                CAPTURES, HOW, PACK, PAIR, PAGE, BM, BN, BD, STAGES, PRECISION,
             )  # fmt: skip
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
         if last == 0:
@@ -340,9 +335,9 @@ def attention_kernel(
             tl.store(part_l + part, l, mask=live)
             tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
             tl.debug_barrier()
-            ticket = tl.atomic_add(arrived + row0 * HEADS + head0, 1, sem="acq_rel", scope="gpu")
+            ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
             if ticket == last:
-                tl.store(arrived + row0 * HEADS + head0, 0)
+                tl.store(arrived + at_0, 0)
                 tl.debug_barrier()
                 one = tl.arange(0, 1)
                 for i in range(R * width):

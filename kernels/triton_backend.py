@@ -120,16 +120,26 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _launch(tiles: Tiles, a: Attention, tiles_of_keys: int, units: int) -> tuple[bool, int]:
-    """(pair, stages): whether a program takes two units, and the depth of its load pipeline. Neither changes bits."""
-    if tiles.pair is not None:
-        return tiles.pair, tiles.stages or 3
+def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, bool, int]:
+    """(programs per line, pair, stages) of a launch with `lines` tiles; how many programs follows from what the block
+    table and the store could hold. Pairing and the depth of the pipeline change no bits, only how the programs fill the
+    GPU: with two stages four of them share a multiprocessor, else three.
+    """
+    keys = a.max_pages * a.page_size
+    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
+    kept = 0
+    if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
+    if mode == MODE_CONSUME:
+        return kept, False, tiles.stages or 3
     slots = _multiprocessors(a.q.device)
-    programs = tiles_of_keys * units
-    pair = units > 1 and programs > 4 * slots
+    pair = tiles.pair if tiles.pair is not None else lines * units > 4 * slots
+    if mode == MODE_MIXED:  # its consume rows have no pairs
+        pair = False
     if pair:
-        programs = tiles_of_keys * cdiv(units, 2)
-    return pair, tiles.stages or (2 if programs > 3 * slots else 3)
+        units = cdiv(units, 2)
+    stages = tiles.stages or (2 if lines * units > 3 * slots else 3)
+    return max(units, kept), pair, stages
 
 
 def _pack(tiles: Tiles, a: Attention, group: int) -> int:
@@ -150,13 +160,7 @@ def _attend(
 ) -> Scratch:
     a = attention if attention.q.stride(-1) == 1 else replace(attention, q=attention.q.contiguous())
     per_head = mode in (MODE_CONSUME, MODE_MIXED)
-    group = max(1, a.query_rows)
-    if per_head and group > 1:
-        raise ValueError(
-            f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
-        )
-    if a.rows % group:
-        raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
+    group = _query_rows(a, per_head)
     tiles = tiles_for(a)
     captures = captures or mode == MODE_CAPTURE
     scratch = Scratch(a, tiles, keeps_scores=captures)
@@ -167,15 +171,10 @@ def _attend(
     if not fuse:
         _write(a, k, v)
     pack = 1 if mode == MODE_CONSUME else _pack(tiles, a, group)
-    units = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
-    pair, stages = (False, tiles.stages or 3) if per_head else _launch(tiles, a, a.kv_heads // pack * (a.rows // group), units)
-    limit = cdiv(units, 2) if pair else units
-    if store is not None:
-        kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-        limit = kept if mode == MODE_CONSUME else max(limit, kept if per_head else 0)
+    heads = a.heads if per_head else a.kv_heads // pack
+    units, pair, stages = _units(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
-    grid = (a.heads if per_head else a.kv_heads // pack, limit, a.rows // group)
-    attention_kernel[grid](
+    attention_kernel[(heads, units, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
@@ -188,10 +187,29 @@ def _attend(
         BM=next_power_of_2(max(16, group * a.group * pack)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         PACK=pack, PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
-        MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, HOW=_how(tiles, a), EVICT=tiles.evict, PDL=captures and _chained(tiles, a),
-        num_warps=tiles.warps,
+        MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, HOW=_how(tiles, a), PDL=captures and _chained(tiles, a),
+        num_warps=tiles.warps, **_registers(tiles, a, captures, stages),
     )  # fmt: skip
     return scratch
+
+
+def _query_rows(a: Attention, per_head: bool) -> int:
+    """Rows of one sequence that share a tile."""
+    group = max(1, a.query_rows)
+    if per_head and group > 1:
+        raise ValueError(
+            f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
+        )
+    if a.rows % group:
+        raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
+    return group
+
+
+def _registers(tiles: Tiles, a: Attention, captures: bool, stages: int) -> dict[str, int]:
+    """Storing scores would take the kernel just over the registers with which four programs share a multiprocessor."""
+    if a.q.device.type != "cuda" or not captures or tiles.warps != 4 or stages > 2:
+        return {}
+    return {"maxnreg": 128}
 
 
 def _how(tiles: Tiles, a: Attention) -> str:
@@ -226,7 +244,7 @@ def _keep(
     _retain(a, store, retention, scratch, row_mode)
 
 
-def _find_cuts(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None) -> None:
+def _find_cuts(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
     """Which scores are retained, and where each slice of keys begins in the retained list."""
     tiles = scratch.tiles
     widest = next_power_of_2(max(tiles.slice, scratch.keys))
@@ -235,10 +253,10 @@ def _find_cuts(a: Attention, retention: Retention, scratch: Scratch, row_mode: T
     chained = _chained(tiles, a)
     threshold_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
-        scratch.cuts, scratch.places, scratch.scores.stride(0),
+        scratch.cuts, scratch.places, scratch.scores.stride(0), scratch.places.shape[2],
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=small, NB=block, PASSES=widest > block,
-        SLICE=tiles.slice, LINE=scratch.places.shape[2], PDL=chained,
+        SLICE=tiles.slice, PDL=chained,
         num_warps=max(4, min(tiles.threshold_warps, block // 512)), **_chain(chained),
     )  # fmt: skip
 
@@ -255,7 +273,7 @@ def _quantile(retention: Retention) -> float:
 
 
 def _retain(
-    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
     """Fill index, count, mass and C_ref of the store."""
     tiles = scratch.tiles
@@ -265,10 +283,11 @@ def _retain(
         scratch.scores, scratch.stats, scratch.cuts, scratch.places, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
-        scratch.scores.stride(0), *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
-        store.site, store.count.shape[1], store.capacity, retention.numerator, retention.denominator,
+        scratch.scores.stride(0), scratch.places.shape[2], *a.v_pool.stride()[:4], a.block_table.stride(0),
+        a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
+        retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         BN=tiles.gather_block, BD=scratch.width, STAGES=tiles.gather_stages, PRECISION=_precision(a.q),
-        SLICE=tiles.slice, LINE=scratch.places.shape[2], MAX_PARTS=tiles.max_parts, SLOTS=scratch.units,
-        BY_DOT=tiles.by_dot, EVICT=tiles.evict, PDL=chained, num_warps=tiles.retain_warps, **_chain(chained),
+        SLICE=tiles.slice, MAX_PARTS=tiles.max_parts, SLOTS=scratch.units,
+        BY_DOT=tiles.by_dot, PDL=chained, num_warps=tiles.retain_warps, **_chain(chained),
     )  # fmt: skip

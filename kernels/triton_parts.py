@@ -24,11 +24,11 @@ def page_of(table_row, n, ok, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_keys(pool, base, page, n, ok, d, d_ok, PAGE: tl.constexpr, pool_page, pool_token, EVICT: tl.constexpr):
+def load_keys(pool, base, page, n, ok, d, d_ok, PAGE: tl.constexpr, pool_page, pool_token):
     """Rows n of one plane of a pool: [BN, BD], zeros where not `ok`. `base` is one head's place, or one per key."""
     at = base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token  # int64 [BN]
     mask = ok[:, None] & d_ok[None, :]
-    return tl.load(pool + at[:, None] + d[None, :], mask=mask, other=0.0, eviction_policy=EVICT)
+    return tl.load(pool + at[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -36,8 +36,11 @@ def unsortable(key):
 
 @triton.jit
 def load_sortable(scores_row, n, length):
-    """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length."""
-    s = tl.load(scores_row + n, mask=n < length, other=0.0)
+    """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
+
+    Loads go by fours: lines of scores are padded to a multiple of 16.
+    """
+    s = tl.load(scores_row + n, mask=n // 4 * 4 < length, other=0.0)
     return tl.where(n < length, sortable(s), LOWEST)
 
 
@@ -126,9 +129,9 @@ def find_cut(
 
 @triton.jit
 def write_places(
-    places, key, slice0, slices, cut, ties, above, equal, keep, NB: tl.constexpr, SLICE: tl.constexpr, LINE: tl.constexpr
+    places, line, key, slice0, slices, cut, ties, above, equal, keep, NB: tl.constexpr, SLICE: tl.constexpr
 ):
-    """Places [2, LINE] of the slices in key [NB]: where each begins in the retained list, and the ties left for it.
+    """Places [2, line] of the slices in key [NB]: where each begins in the retained list, and the ties left for it.
 
     `above` and `equal` count what earlier slices hold; returned with this block's added.
     """
@@ -142,38 +145,38 @@ def write_places(
     j = slice0 + tl.arange(0, COUNT)
     begin = tl.minimum(before_above + tl.minimum(before_equal, ties), keep)
     tl.store(places + j, begin, mask=j < slices)
-    tl.store(places + LINE + j, tl.maximum(ties - before_equal, 0), mask=j < slices)
+    tl.store(places + line + j, tl.maximum(ties - before_equal, 0), mask=j < slices)
     return above + tl.sum(own_above, 0), equal + tl.sum(own_equal, 0)
 
 
 @triton.jit
 def threshold_row(
-    scores_row, places, cuts, top, length, keep, quantile,
-    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, SLICE: tl.constexpr, LINE: tl.constexpr,
+    scores_row, places, line, cuts, top, length, keep, quantile,
+    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """The cut and the places of one row, in blocks of NB scores."""
     n = tl.arange(0, NB)
     key = load_sortable(scores_row, n, length)
     cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
     slices = tl.cdiv(length, SLICE)
-    above, equal = write_places(places, key, 0, slices, cut, ties, 0, 0, keep, NB, SLICE, LINE)
+    above, equal = write_places(places, line, key, 0, slices, cut, ties, 0, 0, keep, NB, SLICE)
     if not IN_REGISTERS:
         for n0 in range(NB, length, NB):
             key = load_sortable(scores_row, n0 + n, length)
             above, equal = write_places(
-                places, key, n0 // SLICE, slices, cut, ties, above, equal, keep, NB, SLICE, LINE
+                places, line, key, n0 // SLICE, slices, cut, ties, above, equal, keep, NB, SLICE
             )
     tl.store(places + slices, keep)
     tl.store(cuts, cut)
 
 
-@triton.jit(do_not_specialize=["numerator", "denominator"])
+@triton.jit(do_not_specialize=["line", "numerator", "denominator"])
 def threshold_kernel(
-    scores, stats, row_length, row_mode, cuts, places, scores_s, numerator, denominator, quantile,
+    scores, stats, row_length, row_mode, cuts, places, scores_s, line, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    SLICE: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H], places [T * H, 2, LINE].
+    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H], places [T * H, 2, line].
 
     Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
     """
@@ -188,21 +191,21 @@ def threshold_kernel(
         at = row * HEADS + head
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         top = sortable(tl.load(stats + at * 2))
-        line, place, cut = scores + at * scores_s, places + at * 2 * LINE, cuts + at
+        own, place, cut = scores + at * scores_s, places + at * 2 * line, cuts + at
         if length <= SMALL:
-            threshold_row(line, place, cut, top, length, keep, quantile, True, SMALL, SLICE, LINE)
+            threshold_row(own, place, line, cut, top, length, keep, quantile, True, SMALL, SLICE)
         elif NB > SMALL:
             if PASSES and length > NB:
-                threshold_row(line, place, cut, top, length, keep, quantile, False, NB, SLICE, LINE)
+                threshold_row(own, place, line, cut, top, length, keep, quantile, False, NB, SLICE)
             else:
-                threshold_row(line, place, cut, top, length, keep, quantile, True, NB, SLICE, LINE)
+                threshold_row(own, place, line, cut, top, length, keep, quantile, True, NB, SLICE)
 
 
 @triton.jit
-def write_kept(scores_row, kept_line, places, cut, j, length, room, SLICE: tl.constexpr, LINE: tl.constexpr):
+def write_kept(scores_row, kept_line, places, line, cut, j, length, room, SLICE: tl.constexpr):
     """Write the retained positions of slice j to their places in the retained list."""
     n = j * SLICE + tl.arange(0, SLICE)
-    begin, ties = tl.load(places + j), tl.load(places + LINE + j)
+    begin, ties = tl.load(places + j), tl.load(places + line + j)
     key = load_sortable(scores_row, n, length)
     chosen = key >= cut
     if ties > 0:
@@ -216,7 +219,7 @@ def write_kept(scores_row, kept_line, places, cut, j, length, room, SLICE: tl.co
 def reduce_kept(
     scores_row, maximum, kept_line, v_pool, base, table_row, start, end, d, d_ok, pool_page, pool_token,
     PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    BY_DOT: tl.constexpr, EVICT: tl.constexpr,
+    BY_DOT: tl.constexpr,
 ):  # fmt: skip
     """(sum of weighted values [BD], sum of weights) of entries start .. end - 1 of a retained list.
 
@@ -234,7 +237,7 @@ def reduce_kept(
         ok = e0 + offset < end
         n = tl.load(kept_line + e0 + offset, mask=ok, other=0)
         page = page_of(table_row, n, ok, PAGE)
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token, EVICT)  # [BN, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
         w = tl.exp2((s - maximum) * LOG2E)
         if BY_DOT:
@@ -249,20 +252,29 @@ def reduce_kept(
 
 
 @triton.jit(
-    do_not_specialize=["table_s", "plane", "plane_stride", "site", "sites", "capacity", "numerator", "denominator"]
+    do_not_specialize=[
+        "line",
+        "table_s",
+        "plane",
+        "plane_stride",
+        "site",
+        "sites",
+        "capacity",
+        "numerator",
+        "denominator",
+    ]
 )
 def retain_kernel(
     scores, stats, cuts, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
     index, count, mass, c_ref, part_acc, part_l, arrived,
-    scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
+    scores_s, line, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
     numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
-    LINE: tl.constexpr, MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr, BY_DOT: tl.constexpr, EVICT: tl.constexpr,
+    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr, BY_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, parts, rows). A part is one slice, or 2^i of them in long rows -> index, count, mass and c_ref of the
-    store."""
+    """Grid (heads, parts, rows) -> index, count, mass and c_ref of the store. A part is one slice, in long rows 2^i."""
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
@@ -280,19 +292,23 @@ def retain_kernel(
         entry = (slot * sites + site) * HEADS + head
         d = tl.arange(0, BD)
         d_ok = d < D
-        scores_row, line, kept_line = scores + at * scores_s, places + at * 2 * LINE, index + entry * capacity
+        scores_row, place, kept_line = (
+            scores + at * scores_s,
+            places + at * 2 * line,
+            index + entry * capacity,
+        )
         cut, maximum = tl.load(cuts + at), tl.load(stats + at * 2)
         first = part * each
         last = tl.minimum(first + each, slices)
         room = tl.minimum(keep, capacity)
-        start, end = tl.load(line + first), tl.minimum(tl.load(line + last), room)
+        start, end = tl.load(place + first), tl.minimum(tl.load(place + last), room)
         for j in range(first, last):
-            write_kept(scores_row, kept_line, line, cut, j, length, room, SLICE, LINE)
+            write_kept(scores_row, kept_line, place, line, cut, j, length, room, SLICE)
         tl.debug_barrier()
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
         sums, weight = reduce_kept(
             scores_row, maximum, kept_line, v_pool, base, table + seq * table_s, start, end, d, d_ok, pool_page,
-            pool_token, PAGE, BN, BD, STAGES, PRECISION, BY_DOT, EVICT,
+            pool_token, PAGE, BN, BD, STAGES, PRECISION, BY_DOT,
         )  # fmt: skip
         if (head == 0) & (part == 0):
             tl.store(count + slot * sites + site, keep)
@@ -310,8 +326,12 @@ def retain_kernel(
                 u = tl.arange(0, MAX_PARTS)
                 live = u < parts
                 lines = (at * SLOTS + u)[:, None] * BD + d[None, :]
-                sums = tl.sum(tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0)
-                weight = tl.sum(tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0)
+                sums = tl.sum(
+                    tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0
+                )
+                weight = tl.sum(
+                    tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0
+                )
         if done:
             tl.store(c_ref + entry * D + d, sums / weight, mask=d_ok)
             tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
