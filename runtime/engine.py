@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,7 +22,7 @@ import torch
 
 from sparse_compile.runtime.accounting import KeyCounter
 from sparse_compile.runtime.kv_pool import KVPool
-from sparse_compile.runtime.plan import PlanBuilder, RowPlan
+from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import (
     NO_TOKEN,
@@ -58,6 +58,12 @@ class Executor(Protocol):
 
     def decode(self, plan: RowPlan) -> torch.Tensor:
         """One row per sequence; `plan.loops` bodies from each row's own depth on, or the whole model."""
+        ...
+
+    def warm_up(
+        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+    ) -> list[Callable[[], object]]:
+        """What to call once, so that no later step of these numbers of rows compiles anything."""
         ...
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..passes.program import (
 )
 from .compiler import PieceCompiler
 from .kv_pool import KVPool
-from .plan import CAPTURE, CONSUME, DENSE, RowPlan
+from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 
 Environment = dict[str, torch.Tensor]
@@ -90,6 +91,15 @@ class Executor:
         if plan.loops is not None:
             return self._some_loops(plan, self.captures_at(plan) if captures is None else captures)
         return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
+
+    def warm_up(
+        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+    ) -> list[Callable[[], object]]:
+        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
+        counts = sorted({1, *(2 for count in rows if count > 1)})  # all others share a graph with two rows
+        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)]
+        plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
+        return [partial(run, plan) for run, plan in plans]
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """Copies of what the row of `seat` carries between two runs of some loops; nothing before the first."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .executor import Executor
-from .plan import ProgramKind, RowPlan
+from .plan import ProgramKind, RowPlan, padding_plan
 
 LEAST_KEYS = 1024  # the narrowest block table of a bucket, in keys
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -84,7 +85,7 @@ class GraphExecutor:
 
     def key(self, plan: RowPlan) -> BucketKey | None:
         """The bucket of a decode plan; None for one with more rows than the largest."""
-        rows = next((rows for rows in self.row_buckets if rows >= plan.rows), None)
+        rows = self._rows(plan.rows)
         if rows is None:
             return None
         pages = self._pages(plan.max_length, plan.block_table.shape[1])
@@ -101,15 +102,8 @@ class GraphExecutor:
     def capture(self, key: BucketKey, block_table: torch.Tensor) -> Bucket:
         """Run the bucket once, so that all is compiled and allocated, then capture it over padding rows."""
         device = block_table.device
-        plan = RowPlan(
-            block_table=block_table[:, : key.pages],
-            packed=torch.zeros(7, key.rows, dtype=torch.int32, device=device),
-            logit_rows=torch.arange(key.rows, device=device),
-            kind=key.kind,
-            max_length=key.pages * self.page_size,
-            leases=(),
-            loops=key.loops,
-        )
+        table = block_table[:, : key.pages]
+        plan = padding_plan(table, key.rows, key.kind, key.pages * self.page_size, key.loops)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -122,22 +116,23 @@ class GraphExecutor:
         return self.buckets[key]
 
     def keys(self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind]) -> list[BucketKey]:
-        """Every bucket of whole runs up to these rows, the largest first, so that they share its memory."""
-        wanted = sorted({next(b for b in self.row_buckets if b >= count) for count in rows}, reverse=True)
+        """Every bucket of whole runs with these rows, the largest first, so that the others fit into its memory."""
+        wanted = sorted({b for count in rows if (b := self._rows(count)) is not None}, reverse=True)
         widths = self.widths(table_pages)[::-1]
         return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
 
     def warm_up(
-        self,
-        keys: Sequence[BucketKey],
-        block_table: torch.Tensor,
-        tell: Callable[[int], None] = lambda done: None,
-    ) -> None:
-        """Capture `keys`; `tell` hears how many are done."""
-        for done, key in enumerate(keys, start=1):
-            if key not in self.buckets:
-                self.capture(key, block_table)
-            tell(done)
+        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+    ) -> list[Callable[[], object]]:
+        """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
+        keys = [key for key in self.keys(rows, block_table.shape[1], kinds) if key not in self.buckets]
+        return [
+            *self.inner.warm_up((), block_table, ()),
+            *(partial(self.capture, key, block_table) for key in keys),
+        ]
+
+    def _rows(self, count: int) -> int | None:
+        return next((rows for rows in self.row_buckets if rows >= count), None)
 
     def _pages(self, length: int, table_pages: int) -> int:
         """The narrowest power of two times the least width that holds `length` keys, or the whole table."""

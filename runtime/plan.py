@@ -210,6 +210,22 @@ class PlanBuilder:
         return to_device(tensor, self.seats.device)
 
 
+def padding_plan(
+    block_table: torch.Tensor, rows: int, kind: ProgramKind, max_length: int = 0, loops: int | None = None
+) -> RowPlan:
+    """A plan of inactive rows, each with logits: to compile and to capture over."""
+    device = block_table.device
+    return RowPlan(
+        block_table=block_table,
+        packed=torch.zeros(7, rows, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        kind=kind,
+        max_length=max_length,
+        leases=(),
+        loops=loops,
+    )
+
+
 def _rows_of(segment: Segment) -> Iterator[tuple[int, ...]]:
     """(row_seq, row_position, row_length, row_loop, row_slot, row_mode, token) of each row."""
     slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)

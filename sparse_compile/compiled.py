@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from sparse_compile.config import SparseConfig
 from sparse_compile.freshness import ModelState, refuse_autocast
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
 from sparse_compile.limits import check_positions
+from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
 from sparse_compile.streaming import StreamItem
@@ -136,6 +138,23 @@ class CompiledModel:
         self._state.check()
         refuse_autocast(self.device)
         return validate_program(self.model, self._keeper.make_engine)
+
+    def warmup(
+        self, max_batch: int = 1, max_context: int = 2048, progress: bool | ProgressCallback | None = None
+    ) -> float:
+        """Compile and capture all that decoding up to `max_batch` sequences of `max_context` tokens needs.
+
+        Without it the first calls do so as they go. progress: as in `generate`, in steps of the warm-up. Compiled code
+        is kept in PyTorch's cache on disk, so a later process is faster. Returns the seconds it took. Raises ValueError
+        where memory or the limits of the config do not allow such an engine.
+        """
+        self._state.check()
+        refuse_autocast(self.device)
+        start = time.perf_counter()
+        self._keeper.session(max_batch, max_context).warm_up(
+            self.sparse_config.progress if progress is None else progress
+        )
+        return time.perf_counter() - start
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
