@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from transformers import DynamicCache, StaticCache
 
 from benchmarks.timing import synchronize
 from sparse_compile.compile import EngineFactory, compile_model
+from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig
-from sparse_compile.report import build_report
+from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.request import SamplingParams
 
 ALWAYS_DENSE = 2**31 - 1  # dense_below for which no row is long enough to be sparse
@@ -42,7 +44,6 @@ class Setup:
     config: SparseConfig
     room: int
     compile_backend: str = "inductor"
-    _factory: EngineFactory | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -52,34 +53,30 @@ class Setup:
     def vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def factory(self, sparse: bool, **options: Any) -> EngineFactory:
+    @cached_property
+    def compiled(self) -> CompiledModel:
+        return compile_model(self.model, self.config)
+
+    @cached_property
+    def _compiler(self) -> PieceCompiler:
+        return self.factory(sparse=True, shared=False).compiler
+
+    def factory(self, sparse: bool, shared: bool = True, **options: Any) -> EngineFactory:
         """Makes engines; one program and one compiler serve the dense and the sparse system."""
-        if self._factory is None:
-            compiled = compile_model(self.model, self.config)
-            self._factory = EngineFactory(self.model, self.config, compiled.program)
         options = {**({} if sparse else {"dense_below": ALWAYS_DENSE}), **options}
-        made = EngineFactory(self.model, replace(self.config, **options), self._factory.program)
-        made.compiler = self._factory.compiler
+        made = EngineFactory(self.model, replace(self.config, **options), self.compiled.program)
+        if shared:
+            made.compiler = self._compiler
         return made
 
     def kv_bytes(self, point: Point, sparse: bool) -> int:
         """Bytes of keys and values that one step reads (an upper bound for sparse rows)."""
-        found = compile_report(self, point.context)
-        return point.batch * (found.sparse_bytes if sparse else found.dense_bytes)
+        reads = self.compiled.report((point.context,)).reads[0]
+        return point.batch * (reads.sparse_bytes if sparse else reads.dense_bytes)
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters, once per loop."""
-        assert self._factory is not None
-        return self._factory.program.loops * sum(tensor.nbytes for tensor in self.model.parameters())
-
-
-def compile_report(setup: Setup, context: int) -> Any:
-    """The expected reads of one new token at `context`."""
-    from sparse_compile.compiled import CompiledModel
-
-    factory = setup.factory(sparse=True)
-    compiled = CompiledModel(setup.model, setup.config, factory.program, factory)
-    return build_report(compiled, (context,)).reads[0]
+        return self.compiled.program.loops * sum(tensor.nbytes for tensor in self.model.parameters())
 
 
 class System(Protocol):

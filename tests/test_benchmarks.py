@@ -54,7 +54,6 @@ def test_a_system_that_fails_is_a_row_with_the_reason(
 
 
 def test_the_floor_by_hand(setup: decode.Setup) -> None:
-    setup.factory(sparse=True)
     weights = sum(parameter.nbytes for parameter in setup.model.parameters())
     assert setup.weight_bytes() == 4 * weights
     one = 2 * 4 * 8 * 4  # k and v of 4 heads of 8 numbers of 4 bytes
