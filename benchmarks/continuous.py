@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ def batching_config(tokens: int, batch: int) -> ContinuousBatchingConfig:
         max_batch_tokens=max(batch, 512),
         max_requests_per_batch=batch,
         allow_block_sharing=False,
+        auto_switch_to_flash=find_spec("flash_attn")
+        is not None,  # else transformers would look for it on a network
     )
 
 

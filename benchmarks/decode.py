@@ -74,6 +74,7 @@ def make_setup(options: argparse.Namespace) -> Setup:
 def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the result; a system that fails gives a row with the reason."""
     row: dict[str, Any] = {"batch": point.batch, "context": point.context, "system": name}
+    free_memory()
     started = time.perf_counter()
     try:
         system = SYSTEMS[name](setup, point)
@@ -89,7 +90,6 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
             system.close()
     except Exception as error:
         row["error"] = reason(error)
-        free_memory()
     sparse = name == "sparse" and point.context >= setup.config.dense_below
     traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes()}
     row["floor_ms"] = round(sum(traffic.values()) / BANDWIDTH * 1000, 3)
@@ -173,8 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(json.dumps(report), flush=True)
     check(setup)
     report["rows"] = []
-    for point in options.points:
-        for name in options.systems:
+    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
+    for name in options.systems:
+        for point in options.points:
             report["rows"].append(measure(name, setup, point, options))
             write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
     shared = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import nn
 from toy import Toy, ToyAttention, toy_compile, toy_graph
 
 from sparse_compile import StaleModelError, sparse_compile
+from sparse_compile.compile import pass_options
+from sparse_compile.config import SparseConfig
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.models import tiny_model
 from sparse_compile.models.loading import load_model
@@ -462,6 +465,35 @@ def test_compiling_in_inference_mode_leaves_ordinary_parameters() -> None:
     assert not any(parameter.is_inference() for parameter in model.parameters())
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_on_cuda_merging_is_the_default_and_changes_no_bit_of_the_model(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16).cuda()
+    prompt = PROMPT.cuda()
+    logits = model(input_ids=prompt).logits
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    program = build_program(model, pass_options(SparseConfig(), model.device))
+    assert program.merged
+    assert torch.equal(model(input_ids=prompt).logits, logits)
+    del program
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= held + 2**20  # nothing is held twice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_on_cuda_tokens_are_unchanged(name: str) -> None:
+    prompts = torch.randint(3, 272, (3, 12), generator=torch.Generator().manual_seed(1)).cuda()
+    outputs = [
+        sparse_compile(
+            tiny_model(name, torch.float64).cuda(), key_retention=0.3, merge_linears=merge
+        ).generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16)
+        for merge in (False, True)
+    ]
+    assert torch.equal(*outputs)
 
 
 # --- memory
