@@ -24,10 +24,12 @@ COUNTERS = {
     "requests_finished": "Requests that have ended, for any reason.",
     "tokens_generated": "Tokens that were generated.",
     "prompt_tokens": "Prompt tokens that were computed.",
+    "cached_tokens": "Prompt tokens that were found in cached pages.",
     "steps": "Steps that were run.",
     "keys_read": "Keys that were attended, over query heads, layers and loops.",
     "keys_dense": "Keys that dense attention would have attended.",
     "preemptions": "Requests that were pushed out by memory pressure or priority.",
+    "resumed": "Requests that were taken up again after they had been pushed out.",
 }
 GAUGES = {
     "requests_waiting": "Requests that wait to be admitted.",
