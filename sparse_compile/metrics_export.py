@@ -29,6 +29,7 @@ COUNTERS = {
     "keys_read": "Keys that were attended, over query heads, layers and loops.",
     "keys_dense": "Keys that dense attention would have attended.",
     "preemptions": "Requests that were pushed out by memory pressure or priority.",
+    "failed_runs": "Runs of the model that raised, and were repeated one request at a time.",
     "resumed": "Requests that were taken up again after they had been pushed out.",
 }
 GAUGES = {
