@@ -1,4 +1,4 @@
-"""transformers' continuous batching over a looped model, driven step by step.
+"""transformers' continuous batching (5.24 and later) over a looped model, driven step by step.
 
 transformers sizes its paged cache by the layers that own weights and asks models to hand their keyword arguments to the
 cache. Ouro has a slot per loop and layer and does not know that cache, so the two are brought together here.
@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -23,6 +25,8 @@ from sparse_compile.models.ouro import layers
 from sparse_compile.models.ouro.rotary import apply_rotary
 
 PAGE = 256
+LEAST_VERSION = Version("5.24")  # from here on its attention functions leave the cache to the model
+IS_SUPPORTED = Version(transformers.__version__) >= LEAST_VERSION
 
 
 def _paged_forward(
@@ -52,6 +56,8 @@ def _paged_forward(
 @contextmanager
 def looped_paged_cache(model: Any) -> Iterator[None]:
     """Within the block transformers' paged cache holds a slot per loop and layer of `model`, and Ouro uses it."""
+    if not IS_SUPPORTED:
+        raise RuntimeError(f"needs transformers {LEAST_VERSION}, found {transformers.__version__}")
     forward, slots = layers.OuroAttention.forward, model.config.num_slots
     init = PagedAttentionCache.__init__
 

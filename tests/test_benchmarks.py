@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import breakdown, decode, serving
-from benchmarks.continuous import batching_config, looped_paged_cache
+from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
 from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
 from sparse_compile.models import tiny_model
 
@@ -29,6 +29,8 @@ def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"gpu", "torch", "triton", "transformers", "commit", "command"} <= set(report)
     assert [row["system"] for row in report["rows"]] == list(decode.SYSTEMS)
     for row in report["rows"]:
+        if row["system"] == "transformers-cb" and not IS_SUPPORTED:
+            continue
         assert "error" not in row, row
         assert (row["batch"], row["context"]) == (2, 40)
         assert row["step_ms"] > 0
@@ -86,6 +88,7 @@ def test_eager_and_static_decode_alike_over_one_cache(setup: decode.Setup) -> No
     static.close()
 
 
+@pytest.mark.skipif(not IS_SUPPORTED, reason="needs a later transformers")
 def test_continuous_batching_of_a_looped_model_gives_its_own_tokens() -> None:
     from transformers import GenerationConfig
 
@@ -109,6 +112,8 @@ def test_serving_serves_everyone(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [row["system"] for row in rows] == list(serving.SYSTEMS)
     for row in rows:
+        if row["system"] == "transformers-cb" and not IS_SUPPORTED:
+            continue
         assert "error" not in row, row
         assert row["tokens"] == 5 * 4
         assert 0 < row["first_token_ms_p50"] <= row["first_token_ms_p99"]
