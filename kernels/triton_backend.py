@@ -122,8 +122,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, bool, int]:
     """(programs per line, pair, stages) of a launch with `lines` tiles; how many programs follows from what the block
-    table and the store could hold. Pairing and the depth of the pipeline change no bits, only how the programs fill the
-    GPU: with two stages four of them share a multiprocessor, else three.
+    table and the store could hold.
+
+    Pairing and the depth of the pipeline change no bits, only how the programs fill the GPU. Three programs share a
+    multiprocessor, four with a shallow pipeline: that pays where all programs then run at once, one unit each or two.
     """
     keys = a.max_pages * a.page_size
     units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
@@ -132,22 +134,16 @@ def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | Non
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
         return kept, False, tiles.stages or 3
-    slots = _multiprocessors(a.q.device)
-    pair = tiles.pair if tiles.pair is not None else lines * units > 4 * slots
+    processors = _multiprocessors(a.q.device)
+    pair = tiles.pair
+    if pair is None:
+        pair = lines * units > 3 * processors and lines * cdiv(units, 2) <= 4 * processors
     if mode == MODE_MIXED:  # its consume rows have no pairs
         pair = False
     if pair:
         units = cdiv(units, 2)
-    stages = tiles.stages or (2 if lines * units > 3 * slots else 3)
+    stages = tiles.stages or (2 if 3 * processors < lines * units <= 4 * processors else 3)
     return max(units, kept), pair, stages
-
-
-def _pack(tiles: Tiles, a: Attention, group: int) -> int:
-    """Key/value heads per tile: so many that their queries fit the tensor cores' 16 rows; a divisor of all of them."""
-    pack = tiles.pack
-    while pack > 1 and (a.kv_heads % pack or pack * a.group * group > 16):
-        pack //= 2
-    return pack
 
 
 def _attend(
@@ -170,8 +166,7 @@ def _attend(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if not fuse:
         _write(a, k, v)
-    pack = 1 if mode == MODE_CONSUME else _pack(tiles, a, group)
-    heads = a.heads if per_head else a.kv_heads // pack
+    heads = a.heads if per_head else a.kv_heads
     units, pair, stages = _units(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     attention_kernel[(heads, units, a.rows // group)](
@@ -184,11 +179,11 @@ def _attend(
         a.plane, a.plane_stride, a.scale, a.softcap, a.window, s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
-        BM=next_power_of_2(max(16, group * a.group * pack)), BN=tiles.block, BK=tiles.kept_block,
+        BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        PACK=pack, PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
-        MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, HOW=_how(tiles, a), PDL=captures and _chained(tiles, a),
-        num_warps=tiles.warps, **_registers(tiles, a, captures, stages),
+        PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
+        MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=tiles.warps, **_registers(tiles, a, pair or captures, stages),
     )  # fmt: skip
     return scratch
 
@@ -205,21 +200,11 @@ def _query_rows(a: Attention, per_head: bool) -> int:
     return group
 
 
-def _registers(tiles: Tiles, a: Attention, captures: bool, stages: int) -> dict[str, int]:
-    """Storing scores would take the kernel just over the registers with which four programs share a multiprocessor."""
-    if a.q.device.type != "cuda" or not captures or tiles.warps != 4 or stages > 2:
-        return {}
-    return {"maxnreg": 128}
-
-
-def _how(tiles: Tiles, a: Attention) -> str:
-    """How the attention kernel stores scores: Triton's interpreter runs no assembly."""
-    return tiles.how if a.q.device.type == "cuda" else "tile"
-
-
-def _chained(tiles: Tiles, a: Attention) -> bool:
-    """Whether the kernels of a capture overlap their launches."""
-    return tiles.pdl and a.q.device.type == "cuda"
+def _registers(tiles: Tiles, a: Attention, more: bool, stages: int) -> dict[str, int]:
+    """A shallow pipeline is for four programs on a multiprocessor, which leaves each thread 128 registers. Pairs and
+    captures (`more`) would take a few more.
+    """
+    return {"maxnreg": 128} if a.q.device.type == "cuda" and tiles.warps == 4 and more and stages == 2 else {}
 
 
 def _write(a: Attention, k: Tensor, v: Tensor) -> None:
@@ -250,19 +235,13 @@ def _find_cuts(a: Attention, retention: Retention, scratch: Scratch, row_mode: T
     widest = next_power_of_2(max(tiles.slice, scratch.keys))
     block = min(tiles.register_scores, widest)
     small = min(tiles.small_scores, block)
-    chained = _chained(tiles, a)
     threshold_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
         scratch.cuts, scratch.places, scratch.scores.stride(0), scratch.places.shape[2],
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=small, NB=block, PASSES=widest > block,
-        SLICE=tiles.slice, PDL=chained,
-        num_warps=max(4, min(tiles.threshold_warps, block // 512)), **_chain(chained),
+        SLICE=tiles.slice, num_warps=max(4, min(tiles.threshold_warps, block // 512)),
     )  # fmt: skip
-
-
-def _chain(chained: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if chained else {}
 
 
 @functools.cache
@@ -278,7 +257,6 @@ def _retain(
     """Fill index, count, mass and C_ref of the store."""
     tiles = scratch.tiles
     parts = min(tiles.max_parts, cdiv(scratch.keys, tiles.slice))
-    chained = _chained(tiles, a)
     retain_kernel[(a.heads, parts, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.places, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
@@ -289,5 +267,4 @@ def _retain(
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         BN=tiles.gather_block, BD=scratch.width, STAGES=tiles.gather_stages, PRECISION=_precision(a.q),
         SLICE=tiles.slice, MAX_PARTS=tiles.max_parts, SLOTS=scratch.units,
-        BY_DOT=tiles.by_dot, PDL=chained, num_warps=tiles.retain_warps, **_chain(chained),
     )  # fmt: skip

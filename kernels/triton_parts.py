@@ -61,6 +61,13 @@ def weighted(x_a, a, x_b, b):
 
 
 @triton.jit
+def merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b):
+    """Two partial results (m [X], l [X], acc [X, BD]) as one: the same bits in registers as in `merge_units`."""
+    m, a, b = pair_weights(m_a, m_b)
+    return m, weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
+
+
+@triton.jit
 def load_units(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
     """Partial results (m [P], l [P], acc [P, BD]) at the int64 places `slot` [P]; nothing where not `live`."""
     m = tl.load(part_m + slot, mask=live, other=float("-inf"), cache_modifier=".cg")
@@ -86,8 +93,7 @@ def merge_units(
         slot += pair
         m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
         m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, 2 * pair + 1 < units, d, BD)
-        m, a, b = pair_weights(m_a, m_b)
-        l, acc = weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
+        m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
     top = tl.max(m, 0)
     w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
     # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_parts import LOG2E, load_keys, page_of, product, unit_size
 
@@ -174,19 +173,15 @@ def threshold_row(
 def threshold_kernel(
     scores, stats, row_length, row_mode, cuts, places, scores_s, line, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    SLICE: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H], places [T * H, 2, line].
 
     Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
     length = tl.load(row_length + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    if PDL:
-        gdc_wait()
     if wanted & (length > 0):
         at = row * HEADS + head
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
@@ -219,7 +214,6 @@ def write_kept(scores_row, kept_line, places, line, cut, j, length, room, SLICE:
 def reduce_kept(
     scores_row, maximum, kept_line, v_pool, base, table_row, start, end, d, d_ok, pool_page, pool_token,
     PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    BY_DOT: tl.constexpr,
 ):  # fmt: skip
     """(sum of weighted values [BD], sum of weights) of entries start .. end - 1 of a retained list.
 
@@ -228,11 +222,8 @@ def reduce_kept(
     """
     offset = tl.arange(0, BN)
     l = tl.zeros([BN], tl.float32)
-    if BY_DOT:
-        mi = tl.arange(0, 16)
-        acc = tl.zeros([16, BD], tl.float32)
-    else:
-        acc = tl.zeros([BN, BD], tl.float32)
+    mi = tl.arange(0, 16)
+    acc = tl.zeros([16, BD], tl.float32)
     for e0 in tl.range(start, end, BN, num_stages=STAGES):
         ok = e0 + offset < end
         n = tl.load(kept_line + e0 + offset, mask=ok, other=0)
@@ -240,13 +231,10 @@ def reduce_kept(
         v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
         w = tl.exp2((s - maximum) * LOG2E)
-        if BY_DOT:
-            high = w.to(v.dtype)
-            low = (w - high.to(tl.float32)).to(v.dtype)
-            both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
-            acc += product(both.to(v.dtype), v, PRECISION)
-        else:
-            acc += w[:, None] * v.to(tl.float32)
+        high = w.to(v.dtype)
+        low = (w - high.to(tl.float32)).to(v.dtype)
+        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
+        acc += product(both.to(v.dtype), v, PRECISION)
         l += w
     return tl.sum(acc, 0), tl.sum(l, 0)
 
@@ -271,8 +259,7 @@ def retain_kernel(
     numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
-    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr, BY_DOT: tl.constexpr,
-    PDL: tl.constexpr,
+    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, parts, rows) -> index, count, mass and c_ref of the store. A part is one slice, in long rows 2^i."""
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -284,8 +271,6 @@ def retain_kernel(
     slices = tl.cdiv(length, SLICE)
     each = unit_size(slices, 1, MAX_PARTS)
     parts = tl.cdiv(slices, each)
-    if PDL:  # by every program: what follows this launch may rely on all earlier ones
-        gdc_wait()
     if wanted & (part < parts):
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         at = row * HEADS + head
@@ -308,7 +293,7 @@ def retain_kernel(
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
         sums, weight = reduce_kept(
             scores_row, maximum, kept_line, v_pool, base, table + seq * table_s, start, end, d, d_ok, pool_page,
-            pool_token, PAGE, BN, BD, STAGES, PRECISION, BY_DOT,
+            pool_token, PAGE, BN, BD, STAGES, PRECISION,
         )  # fmt: skip
         if (head == 0) & (part == 0):
             tl.store(count + slot * sites + site, keep)

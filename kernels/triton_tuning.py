@@ -15,26 +15,23 @@ from .arguments import Attention
 class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
-    All keys (dense, capture): a step of the inner loop takes `block` keys, of `pack` key/value heads together (or the
-    largest smaller power of two that divides their number and whose queries fill at most 16 rows); a unit has at least
-    `min_unit` keys, and a row at most `max_units` units. A program takes one unit, or two with `pair`; `stages` is the
-    depth of its load pipeline. None leaves either to the number of programs.
+    All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
+    row at most `max_units` units. A program takes one unit, or two with `pair`; `stages` is the depth of its load
+    pipeline. None leaves either to the number of programs.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
     Selection: `slice` keys are compacted at once, by at most `max_parts` programs per row and head; one program of
     `threshold_warps` warps keeps up to `register_scores` scores, short rows in a tensor of `small_scores`.
-    `gather_block`, `gather_stages`, `retain_warps`: steps of the sum of retained values, by matrix products (`by_dot`)
-    or not. `how` as in `triton_attention.store_scores`; `pdl` overlaps the launches of a capture's three kernels.
+    `gather_block`, `gather_stages`: steps of the sum of retained values.
 
-    `stages`, `pair`, `how`, `pdl` and the selection's sizes other than `slice`, `max_parts`, `gather_block`, `by_dot`
-    and `retain_warps` change no bits; everything else does.
+    `stages`, `pair` and the selection's sizes other than `slice`, `max_parts` and `gather_block` change no bits;
+    everything else does.
     """
 
     block: int = 64
     stages: int | None = None
     pair: bool | None = None
-    pack: int = 1
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
@@ -46,13 +43,9 @@ class Tiles:
     max_parts: int = 32
     register_scores: int = 32768
     small_scores: int = 2048
-    threshold_warps: int = 16
+    threshold_warps: int = 8
     gather_block: int = 128
     gather_stages: int = 2
-    retain_warps: int = 4
-    by_dot: bool = True
-    how: str = "pairs"
-    pdl: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -63,10 +56,8 @@ class Tiles:
                 f"slice={self.slice} <= small_scores={self.small_scores} <= register_scores="
                 f"{self.register_scores} must hold: a slice is counted within one tensor of scores"
             )
-        if self.min_unit * self.pack < self.block:
-            raise ValueError(
-                f"min_unit={self.min_unit} must hold a step of block={self.block} / pack={self.pack} keys"
-            )
+        if self.min_unit < self.block:
+            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys")
 
 
 def tiles_for(attention: Attention) -> Tiles:
