@@ -25,7 +25,7 @@ def test_a_batch_of_ragged_requests_equals_the_oracle(sparse: bool) -> None:
     engine, executor = make_engine(sparse=sparse)
     assert generate(engine, PROMPTS) == [oracle(prompt, 6, sparse) for prompt in PROMPTS]
     kinds = {plan.kind for plan in executor.plans}
-    assert kinds == ({"dense", "mixed", "sparse"} if sparse else {"dense"})
+    assert kinds == ({"dense", "sparse"} if sparse else {"dense"})
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 64])
