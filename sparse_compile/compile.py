@@ -20,7 +20,7 @@ from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
-from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.memory import (
@@ -30,6 +30,7 @@ from sparse_compile.runtime.memory import (
     reference_store_bytes,
     store_slots,
 )
+from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.store_spec import StoreSpec
 from sparse_compile.validation import check_rotary, validate_program
@@ -145,7 +146,8 @@ class EngineFactory:
         options = EngineOptions(
             max_context=context,
             prefill_chunk=self.config.prefill_chunk,
-            max_rows=max(self.config.prefill_chunk, rows),
+            max_seqs=rows,
+            max_prefill_tokens=self.config.prefill_chunk,
             dense_below=self.config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,

@@ -150,11 +150,15 @@ class FakeExecutor:
             for name in ("mass", "o_ref", "c_ref"):
                 getattr(self.store, name)[slot] = value
             return value
-        assert all(bool((getattr(self.store, name)[slot] == value).all()) for name in ("mass", "o_ref", "c_ref"))
+        assert all(
+            bool((getattr(self.store, name)[slot] == value).all()) for name in ("mass", "o_ref", "c_ref")
+        )
         kept = self.store.index[slot, 0, 0, : int(self.store.count[slot, 0])].tolist()
         return digest([value, *(seen[j] for j in kept)])
 
-    def _write(self, tensor: torch.Tensor, plan: RowPlan, row: dict[str, int], plane: int, value: int) -> None:
+    def _write(
+        self, tensor: torch.Tensor, plan: RowPlan, row: dict[str, int], plane: int, value: int
+    ) -> None:
         position, size = row["row_position"], self.pool.spec.page_size
         page = int(plan.block_table[row["row_seq"], position // size])
         tensor[plane, page, 0, position % size, 0] = value
@@ -199,7 +203,14 @@ def make_engine(
     pool = KVPool(KVSpec(FakeExecutor.loops, 1, 1, page_size, torch.float64), pages, "cpu")
     pool.k_pool.fill_(torch.nan)
     pool.v_pool.fill_(torch.nan)
-    defaults = {"max_context": 64, "prefill_chunk": 5, "max_rows": 16, "sites": SITES, "debug": True}
+    defaults = {
+        "max_context": 64,
+        "prefill_chunk": 5,
+        "max_prefill_tokens": 16,
+        "max_seqs": 16,
+        "sites": SITES,
+        "debug": True,
+    }
     settings: dict[str, object] = defaults | options
     store = None
     if sparse:
