@@ -210,7 +210,7 @@ class Engine:
         too long ago.
         """
         if request_id is None:
-            return self._ledger.look(self.scheduler)
+            return self._ledger.look(self.scheduler, self._runner.failed_runs)
         request = self.scheduler.requests.get(request_id)
         return self._ledger.of(request_id) if request is None else request.metrics
 

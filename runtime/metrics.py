@@ -34,6 +34,7 @@ class EngineMetrics:
     slots_free: int  # of the reference store; 0 of 0 without one
     slots_total: int
     preemptions: int  # requests that the engine suspended, for memory or for a higher priority
+    failed_runs: int  # runs that raised and were repeated one request at a time
     resumed: int  # requests that went on, whoever suspended them
     time_to_first_token_s: float | None  # mean
     time_per_token_s: float | None  # mean over tokens after the first of each request
@@ -68,7 +69,7 @@ class Ledger:
             raise KeyError(f"no request {request_id!r}, nor among the last {FINISHED_KEPT} finished ones")
         return self._kept[request_id]
 
-    def look(self, scheduler: Scheduler) -> EngineMetrics:
+    def look(self, scheduler: Scheduler, failed_runs: int) -> EngineMetrics:
         """The numbers of this moment."""
         sums, unfinished = self._sums.copy(), scheduler.requests.values()
         for request in unfinished:
@@ -92,6 +93,7 @@ class Ledger:
             slots_free=store.free_slots if store is not None else 0,
             slots_total=store.usable_slots if store is not None else 0,
             preemptions=scheduler.preempted,
+            failed_runs=failed_runs,
             resumed=scheduler.resumed,
             time_to_first_token_s=sums["first_s"] / sums["firsts"] if sums["firsts"] else None,
             time_per_token_s=sums["later_s"] / sums["laters"] if sums["laters"] else None,

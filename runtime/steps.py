@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ from sparse_compile.runtime.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class TokenReader:
@@ -78,6 +82,7 @@ class StepRunner:
         self.executor, self.pool, self.store, self.scheduler = executor, pool, store, scheduler
         self.options = scheduler.options
         self.plans = PlanBuilder(scheduler.holdings.seats)
+        self.failed_runs = 0
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """Prompts or decode rows. What is no Exception passes through: then the rows of `works` are not done, and
@@ -89,7 +94,9 @@ class StepRunner:
         try:
             try:
                 self._attempt(works, segments, batch)
-            except Exception:
+            except Exception as error:
+                self.failed_runs += 1
+                _LOG.warning("a run of %d requests failed, each runs again alone: %r", len(works), error)
                 self._isolate(works, segments, batch)
         except BaseException:
             for work in works:

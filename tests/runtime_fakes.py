@@ -19,7 +19,7 @@ from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.plan import CONSUME, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore, StoreSpec
-from sparse_compile.runtime.request import SamplingParams, StepOutput
+from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
 
 VOCAB = 24
 RETENTION = (3, 10)
@@ -56,7 +56,7 @@ class FakeExecutor:
     """Three bodies: 0 is dense, 1 captures, 2 consumes. A row that has been through some of them is carried per seat.
 
     Body `b` has plane `b` of the pools. `fault` is raised by the next run, before or after the pools are written;
-    `curse` by every run that holds a row of that seat.
+    `curse` by every run that holds a row of that request.
     """
 
     loops = 3
@@ -64,18 +64,19 @@ class FakeExecutor:
     def __init__(self, pool: KVPool, store: ReferenceStore | None) -> None:
         self.pool, self.store = pool, store
         self.plans: list[RowPlan] = []
+        self.broken: list[Exception] = []  # what a wrong plan or wrong contents of the pools led to
         self.fault: tuple[str, BaseException] | None = None
-        self.curse: tuple[int, str, BaseException] | None = None
+        self.curse: tuple[Request, str, BaseException] | None = None
         self.carried: dict[int, tuple[int, int]] = {}  # seat -> (depth, value)
 
     def prefill(self, plan: RowPlan) -> torch.Tensor:
         assert plan.loops is None
         assert plan.kind == "dense"
-        return self._run(plan)
+        return self._watched(plan)
 
     def decode(self, plan: RowPlan) -> torch.Tensor:
         assert all(chunk.rows == 1 for chunk in plan.chunks)
-        return self._run(plan)
+        return self._watched(plan)
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         return (torch.tensor(self.carried[seat]),)
@@ -83,6 +84,13 @@ class FakeExecutor:
     def load(self, seat: int, carried: tuple[torch.Tensor, ...]) -> None:
         depth, value = carried[0].tolist()
         self.carried[seat] = (depth, value)
+
+    def _watched(self, plan: RowPlan) -> torch.Tensor:
+        try:
+            return self._run(plan)
+        except (AssertionError, ValueError, KeyError) as error:  # not one that was asked for
+            self.broken.append(error)
+            raise
 
     def _run(self, plan: RowPlan) -> torch.Tensor:
         plan.validate(self.pool.spec.page_size, self.pool.pages, self.store.slots if self.store else 1)
@@ -109,7 +117,7 @@ class FakeExecutor:
         fault, self.fault = self.fault, None
         if fault is not None:
             return fault
-        if self.curse is not None and any(chunk.seat == self.curse[0] for chunk in plan.chunks):
+        if self.curse is not None and any(chunk.seat == self.curse[0].seat for chunk in plan.chunks):
             return self.curse[1], self.curse[2]
         return "", None
 
@@ -234,6 +242,7 @@ def run_all(engine: Engine, between: Callable[[], None] | None = None) -> dict[s
     """Steps until nothing is left, checking the conservation laws after each; outputs by request."""
     outputs: dict[str, list[StepOutput]] = {}
     for _ in range(2000):
+        assert not engine.executor.broken  # type: ignore[attr-defined]
         if not engine.has_unfinished():
             return outputs
         for output in engine.step():

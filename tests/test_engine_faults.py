@@ -169,7 +169,7 @@ def test_an_executor_fault_ends_only_the_request_that_causes_it(
     if not count:
         engine.scheduler.pick()  # everyone sits down
     error = torch.OutOfMemoryError("too much")
-    executor.curse = (engine.scheduler.requests[ids[1]].seat, when, error)
+    executor.curse = (engine.scheduler.requests[ids[1]], when, error)
     for more in run_all(engine).values():
         outputs += more
     for name, prompt in zip(ids, PROMPTS, strict=True):
