@@ -96,7 +96,7 @@ class Engine:
         self._owed: list[StepOutput] = []  # to be returned by `step`
         longest = min(pool.pages, pool.spec.pages_for(options.max_context))
         seats = SeatTable(options.max_seqs, longest, pool.device)
-        holdings = Holdings(pool, store, seats)
+        holdings = Holdings(pool, store, seats, options.prefix_caching)
         self.scheduler = Scheduler(
             holdings,
             Suspension(executor, holdings),

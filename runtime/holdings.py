@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.prefix_cache import PageCache
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.seats import SeatTable
@@ -15,14 +16,18 @@ class Holdings:
     slot, a running one a seat as well.
     """
 
-    def __init__(self, pool: KVPool, store: ReferenceStore | None, seats: SeatTable) -> None:
+    def __init__(
+        self, pool: KVPool, store: ReferenceStore | None, seats: SeatTable, prefix_caching: bool
+    ) -> None:
         self.pool, self.store, self.seats = pool, store, seats
+        self.pages = PageCache(pool)
+        self.prefix_caching = prefix_caching
 
     # ------------------------------------------------------------------ what is there
 
     @property
     def free_pages(self) -> int:
-        return self.pool.free_pages
+        return self.pages.free_pages
 
     def missing_pages(self, request: Request) -> int:
         """Pages that the request needs for its whole prompt and for its next row, beyond those it holds."""
@@ -31,8 +36,9 @@ class Holdings:
 
     def has_pages(self, request: Request, headroom: int = 0) -> bool:
         """Whether it can have the pages it needs, and `headroom` are left over for others."""
-        missing = self.missing_pages(request)
-        return missing <= 0 or missing + headroom <= self.free_pages
+        cached = self._cached(request)
+        missing = self.missing_pages(request) - len(cached)
+        return missing <= 0 or missing + headroom <= self.free_pages - self.pages.idle(cached)
 
     def has_slot(self, request: Request, wait: bool = False) -> bool:
         """Whether it has a slot, needs none, or can have one; `wait` for slots whose last readers are at work."""
@@ -48,10 +54,15 @@ class Holdings:
     # ------------------------------------------------------------------ give and take
 
     def admit(self, request: Request) -> None:
-        """Everything that a running request holds and this one does not have yet."""
+        """Everything that a running request holds and this one does not have yet; cached pages first."""
+        cached = self._cached(request)
+        if request.state is RequestState.WAITING and self._may_cache(request):
+            request.chain, request.filed = self.pages.share(cached), len(cached)
+            request.pages = cached
+            request.computed = request.metrics.cached_tokens = len(cached) * self.pool.spec.page_size
         missing = self.missing_pages(request)
         if missing > 0:
-            request.pages += self.pool.allocate(missing)
+            request.pages += self.pages.allocate(missing)
         if self.store is not None and request.lease is None:
             request.lease = self.store.acquire(request.id, request.computed)
         request.seat = self.seats.take(request.pages)
@@ -60,7 +71,7 @@ class Holdings:
         """The pages that the next row needs."""
         missing = self.missing_pages(request)
         if missing > 0:
-            request.pages += self.pool.allocate(missing)
+            request.pages += self.pages.allocate(missing)
             self.seats.write(request.seat, request.pages)
 
     def leave_seat(self, request: Request) -> None:
@@ -71,11 +82,33 @@ class Holdings:
     def release(self, request: Request) -> None:
         """All of it. Work that is submitted already is safe: the stream orders it before the next owner's."""
         self.leave_seat(request)
-        self.pool.free(request.pages)
-        request.pages = []
+        self.pages.free(request.pages)
+        request.pages, request.chain = [], None
         if self.store is not None and request.lease is not None:
             self.store.retire(request.lease)
             request.lease = None
+
+    # ------------------------------------------------------------------ cached pages
+
+    def file(self, request: Request) -> None:
+        """Files those full pages of the prompt that are computed, or will be before anything that is submitted later."""
+        size = self.pool.spec.page_size
+        while request.chain is not None and (request.filed + 1) * size <= min(
+            request.computed, request.prompt_length
+        ):
+            start = request.filed * size
+            tokens = request.tokens[start : start + size]
+            request.chain = self.pages.file(request.pages[request.filed], request.chain, tokens)
+            request.filed += 1
+
+    def _may_cache(self, request: Request) -> bool:
+        return self.prefix_caching and not request.params.prefix_length
+
+    def _cached(self, request: Request) -> list[int]:
+        """Pages that a request that has not begun would find."""
+        if request.state is not RequestState.WAITING or not self._may_cache(request):
+            return []
+        return self.pages.find(request.tokens)
 
     # ------------------------------------------------------------------ the law
 
@@ -85,7 +118,7 @@ class Holdings:
         self.seats.check_integrity([request.seat for request in running])
         if any(request.seat for request in requests if request.state is not RequestState.RUNNING):
             raise RuntimeError("a request that does not run holds a seat")
-        self._check_pages(requests)
+        self.pages.check_integrity([request.pages for request in requests])
         if self.store is None:
             return
         self.store.check_integrity()
@@ -95,9 +128,3 @@ class Holdings:
             raise RuntimeError(
                 f"requests hold {len(leases)} slots, the store lent {self.store.live_upper_bound}"
             )
-
-    def _check_pages(self, requests: Sequence[Request]) -> None:
-        self.pool.check_integrity()
-        pages = [page for request in requests for page in request.pages]
-        if len(pages) != self.pool.held_pages:
-            raise RuntimeError(f"requests hold {len(pages)} pages, the KV pool lent {self.pool.held_pages}")

@@ -27,6 +27,7 @@ class EngineOptions:
     loops_per_step: int | None = (
         None  # bodies that a decode row goes through in one step; None: the whole model
     )
+    prefix_caching: bool = False  # keep full pages of prompts for later prompts that begin in the same way
     debug: bool = False  # validate every plan, which reads the device
 
     def __post_init__(self) -> None:

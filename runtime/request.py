@@ -122,6 +122,8 @@ class Request:
     loop: int = 0
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
+    chain: int | None = None  # of its pages in the page cache; None: they are not filed
+    filed: int = 0  # pages of the prompt that are in that chain
     lease: Lease | None = None
     saved: Saved | None = None  # while it is suspended
     length: int = field(init=False)

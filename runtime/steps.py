@@ -177,6 +177,7 @@ class StepRunner:
         error = reader.drawn.errors.get(row)
         batch.entries.append(Entry(request, segment, reader, row, error))
         request.computed, request.loop = segment.end, 0
+        self.scheduler.holdings.file(request)
         request.ending = error is not None
         request.sampled(reader.drawn.tokens[row : row + 1])
 
@@ -186,6 +187,7 @@ class StepRunner:
             request.loop = segment.loop + (self.options.loops_per_step or 0)
             return
         request.computed = segment.end
+        self.scheduler.holdings.file(request)
         self.scheduler.counter.charge(request.metrics, segment)
 
 

@@ -50,6 +50,7 @@ class Suspension:
 
     def suspend(self, request: Request) -> None:
         """RUNNING -> SUSPENDED, resident."""
+        assert len(request.tokens) == request.length, "a token is still on its way"
         carried = self.executor.save(request.seat) if request.loop else ()
         request.saved = Saved(carried)
         self.holdings.leave_seat(request)

@@ -62,6 +62,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.enabled:
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
+    check_loops(config, program)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
@@ -78,6 +79,21 @@ def check_implementation(config: SparseConfig, program: Program, model: PreTrain
     if obstacle:
         limit = f"cannot run here: {obstacle}"
         raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
+
+
+def check_loops(config: SparseConfig, program: Program) -> None:
+    """Raise ArgumentError when this program cannot run `loops_per_step` of its loops."""
+    asked = config.loops_per_step
+    if asked is None:
+        return
+    if program.roll is None:
+        limit = f"needs a loop that is rolled, and this one is not: {program.roll_reason}"
+        raise ArgumentError("loops_per_step", asked, limit, "pass loops_per_step=None")
+    if asked > program.roll.repeats:
+        limit = f"the program has {program.roll.repeats} loops"
+        raise ArgumentError(
+            "loops_per_step", asked, limit, f"pass loops_per_step={program.roll.repeats} or less"
+        )
 
 
 def pass_options(config: SparseConfig) -> Options:
@@ -116,40 +132,57 @@ class EngineFactory:
         )
         return StoreSpec(self.program.store_sites, site.heads, site.head_dim, capacity, self.model.dtype)
 
-    def needs(self, rows: int, context: int) -> dict[str, int]:
-        """Bytes of pool and store for `rows` sequences of `context` tokens."""
-        spec = self.kv_spec()
-        needs = {"KV pool": kv_pool_bytes(spec, pool_pages(spec, context, rows))}
+    def needs(self, rows: int, context: int, pool_tokens: int | None = None) -> dict[str, int]:
+        """Bytes of pool and store for `rows` sequences of `context` tokens, or of `pool_tokens` in all."""
+        needs = {"KV pool": kv_pool_bytes(self.kv_spec(), self._pages(rows, context, pool_tokens))}
         store = self.store_spec(context)
         if store is not None:
             needs["reference store"] = reference_store_bytes(store, store_slots(rows))
         return needs
 
-    def check_memory(self, rows: int, context: int) -> None:
+    def check_memory(self, rows: int, context: int, pool_tokens: int | None = None) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
         settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
+        if pool_tokens is not None:
+            settings["pool_tokens"] = pool_tokens
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.needs(rows, context), self.model.device, settings)
+        check_fits(self.needs(rows, context, pool_tokens), self.model.device, settings)
 
-    def __call__(self, rows: int, context: int) -> Engine:
-        self.check_memory(rows, context)
+    def __call__(self, rows: int, context: int, pool_tokens: int | None = None) -> Engine:
+        """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need."""
+        self.check_memory(rows, context, pool_tokens)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
-            return self._make(rows, context)
+            return self._make(rows, context, pool_tokens)
 
-    def _make(self, rows: int, context: int) -> Engine:
-        spec, device = self.kv_spec(), self.model.device
-        pool = KVPool(spec, pool_pages(spec, context, rows), device)
-        store_spec = self.store_spec(context)
-        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
-        retention = self.program.retention
-        options = EngineOptions(
+    def options(self, rows: int, context: int) -> EngineOptions:
+        """Limits of an engine of this size, by the config."""
+        config, retention = self.config, self.program.retention
+        asynchronous = config.async_steps
+        if asynchronous is None:
+            asynchronous = self.model.device.type == "cuda"
+        return EngineOptions(
             max_context=context,
-            prefill_chunk=self.config.prefill_chunk,
             max_seqs=rows,
-            max_prefill_tokens=self.config.prefill_chunk,
-            dense_below=self.config.dense_below,
+            prefill_chunk=config.prefill_chunk,
+            max_prefill_tokens=config.prefill_chunk,
+            dense_below=config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
+            async_steps=asynchronous,
+            loops_per_step=config.loops_per_step,
+            prefix_caching=config.prefix_caching,
         )
-        return Engine(Executor(self.program, pool, store), pool, store, options)
+
+    def _pages(self, rows: int, context: int, pool_tokens: int | None) -> int:
+        spec = self.kv_spec()
+        if pool_tokens is None:
+            return pool_pages(spec, context, rows)
+        return pool_pages(spec, pool_tokens, 1)
+
+    def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:
+        device = self.model.device
+        pool = KVPool(self.kv_spec(), self._pages(rows, context, pool_tokens), device)
+        store_spec = self.store_spec(context)
+        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
+        return Engine(Executor(self.program, pool, store), pool, store, self.options(rows, context))

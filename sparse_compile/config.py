@@ -35,6 +35,10 @@ class SparseConfig:
     enabled: False runs everything dense (to compare, or as an off-switch).
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
+    async_steps: submit a step before the tokens of the last one are read; None = on CUDA. The tokens are the same.
+    loops_per_step: loops that one step takes a generated token through, so that tokens at several depths share a batch;
+        None = all of them. Needs a loop that is rolled. The tokens are the same.
+    prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
@@ -51,6 +55,9 @@ class SparseConfig:
     enabled: bool = True
     page_size: int = 16
     prefill_chunk: int = 512
+    async_steps: bool | None = None
+    loops_per_step: int | None = None
+    prefix_caching: bool = False
     roll: bool = True
     validate: bool = True
     progress: bool | None = True
@@ -61,16 +68,17 @@ class SparseConfig:
         self._check_int("dense_below", 0)
         for name in ("key_bucket", "page_size", "prefill_chunk"):
             self._check_int(name, 1)
-        for name in ("recapture_every", "max_context", "max_batch"):
+        for name in ("recapture_every", "max_context", "max_batch", "loops_per_step"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
-        for name in ("enabled", "validate", "roll"):
+        for name in ("enabled", "validate", "roll", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
-        if self.progress is not None and not isinstance(self.progress, bool):
-            raise ArgumentError(
-                "progress", self.progress, "must be True, False or None", "pass progress=False"
-            )
+        for name in ("progress", "async_steps"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ArgumentError(
+                    name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
+                )
         if self.implementation not in IMPLEMENTATIONS:
             known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
             raise ArgumentError(

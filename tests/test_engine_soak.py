@@ -1,12 +1,11 @@
-"""Anything at any time: adding, aborting, suspending, resuming, offloading, id reuse, faults in every phase, in pools that
-are too small. Each request that finishes equals its solo run, nothing gets lost, and everybody gets to the end.
+"""Anything at any time: adding, aborting, suspending, resuming, offloading, id reuse, faults in every phase, in pools
+that are too small. Each request that finishes equals its solo run, nothing gets lost, and everybody gets to the end.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -131,6 +130,7 @@ class Soak(RuleBasedStateMachine):
         slots=st.integers(2, 5),
         seats=st.integers(1, 4),
         chunk=st.integers(3, 8),
+        caching=st.booleans(),
     )
     def begin(
         self,
@@ -141,6 +141,7 @@ class Soak(RuleBasedStateMachine):
         slots: int,
         seats: int,
         chunk: int,
+        caching: bool,
     ) -> None:
         self.sparse = sparse
         self.engine, self.executor = make_engine(
@@ -153,6 +154,7 @@ class Soak(RuleBasedStateMachine):
             max_prefill_tokens=8,
             async_steps=async_steps,
             loops_per_step=loops,
+            prefix_caching=caching,
         )
         self.watch = Watch()
         self.held: set[str] = set()
