@@ -57,10 +57,14 @@ class PoolSizes:
         capacity = StoreSpec.capacity_for(context, self.retention, self.key_bucket)
         return StoreSpec(len(lines), first.heads, first.head_dim, capacity, self.dtype)
 
-    def needs(self, batch: int, context: int) -> dict[str, int]:
-        """Bytes of pool and store for `batch` sequences of `context` tokens, by name."""
+    def pages(self, batch: int, context: int, pool_tokens: int | None = None) -> int:
+        """Pages of the pool for `batch` sequences of `context` tokens, or of `pool_tokens` in all."""
         spec = self.kv_spec()
-        needs = {"KV pool": kv_pool_bytes(spec, pool_pages(spec, context, batch))}
+        return pool_pages(spec, context, batch) if pool_tokens is None else pool_pages(spec, pool_tokens, 1)
+
+    def needs(self, batch: int, context: int, pool_tokens: int | None = None) -> dict[str, int]:
+        """Bytes of pool and store for `batch` sequences of `context` tokens, or of `pool_tokens` in all, by name."""
+        needs = {"KV pool": kv_pool_bytes(self.kv_spec(), self.pages(batch, context, pool_tokens))}
         store = self.store_spec(context)
         if store is not None:
             needs["reference store"] = reference_store_bytes(store, store_slots(batch))

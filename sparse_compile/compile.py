@@ -22,11 +22,12 @@ from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
 from sparse_compile.runtime.budget import PoolSizes
 from sparse_compile.runtime.compiler import PieceCompiler
-from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
 from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.kv_pool import KVPool
-from sparse_compile.runtime.memory import check_fits, pool_pages, store_slots
+from sparse_compile.runtime.memory import check_fits, store_slots
+from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.validation import check_rotary, validate_program
 
@@ -58,6 +59,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.enabled:
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
+    check_loops(config, program)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
@@ -83,6 +85,21 @@ def check_implementation(config: SparseConfig, program: Program, model: PreTrain
     if obstacle:
         limit = f"cannot run here: {obstacle}"
         raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
+
+
+def check_loops(config: SparseConfig, program: Program) -> None:
+    """Raise ArgumentError when this program cannot run `loops_per_step` of its loops."""
+    asked = config.loops_per_step
+    if asked is None:
+        return
+    if program.roll is None:
+        limit = f"needs a loop that is rolled, and this one is not: {program.roll_reason}"
+        raise ArgumentError("loops_per_step", asked, limit, "pass loops_per_step=None")
+    if asked > program.roll.repeats:
+        limit = f"the program has {program.roll.repeats} loops"
+        raise ArgumentError(
+            "loops_per_step", asked, limit, f"pass loops_per_step={program.roll.repeats} or less"
+        )
 
 
 def pass_options(config: SparseConfig, device: torch.device) -> Options:
@@ -122,34 +139,46 @@ class EngineFactory:
             self.model.dtype,
         )
 
-    def check_memory(self, rows: int, context: int) -> None:
+    def check_memory(self, rows: int, context: int, pool_tokens: int | None = None) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
         settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
+        if pool_tokens is not None:
+            settings["pool_tokens"] = pool_tokens
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.sizes().needs(rows, context), self.model.device, settings)
+        check_fits(self.sizes().needs(rows, context, pool_tokens), self.model.device, settings)
 
-    def __call__(self, rows: int, context: int) -> Engine:
-        self.check_memory(rows, context)
+    def __call__(self, rows: int, context: int, pool_tokens: int | None = None) -> Engine:
+        """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need."""
+        self.check_memory(rows, context, pool_tokens)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
-            return self._make(rows, context)
+            return self._make(rows, context, pool_tokens)
 
-    def _make(self, rows: int, context: int) -> Engine:
-        sizes, device = self.sizes(), self.model.device
-        spec = sizes.kv_spec()
-        pool = KVPool(spec, pool_pages(spec, context, rows), device)
-        store_spec = sizes.store_spec(context)
-        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
-        retention = self.program.retention
-        options = EngineOptions(
+    def options(self, rows: int, context: int) -> EngineOptions:
+        """Limits of an engine of this size, by the config."""
+        config, retention = self.config, self.program.retention
+        asynchronous = config.async_steps
+        if asynchronous is None:
+            asynchronous = self.model.device.type == "cuda"
+        return EngineOptions(
             max_context=context,
-            prefill_chunk=self.config.prefill_chunk,
-            max_rows=max(self.config.prefill_chunk, rows),
-            dense_below=self.config.dense_below,
+            max_seqs=rows,
+            prefill_chunk=config.prefill_chunk,
+            max_prefill_tokens=config.prefill_chunk,
+            dense_below=config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
+            async_steps=asynchronous,
+            loops_per_step=config.loops_per_step,
+            prefix_caching=config.prefix_caching,
         )
+
+    def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:
+        sizes, device = self.sizes(), self.model.device
+        spec = sizes.kv_spec()
+        pool = KVPool(spec, sizes.pages(rows, context, pool_tokens), device)
+        store_spec = sizes.store_spec(context)
+        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
         executor = Executor(self.program, pool, store, self.compiler)
-        return Engine(
-            GraphExecutor(executor, spec.page_size) if self.graphs else executor, pool, store, options
-        )
+        runner = GraphExecutor(executor, spec.page_size) if self.graphs else executor
+        return Engine(runner, pool, store, self.options(rows, context))

@@ -35,6 +35,10 @@ class SparseConfig:
     enabled: False runs everything dense (to compare, or as an off-switch).
     page_size: tokens per page of the KV pool.
     prefill_chunk: prompt tokens that one step may process.
+    async_steps: submit a step before the tokens of the last one are read; None = on CUDA. The tokens are the same.
+    loops_per_step: loops that one step takes a generated token through, so that tokens at several depths share a batch;
+        None = all of them. Needs a loop that is rolled. The tokens are the same.
+    prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
@@ -55,6 +59,9 @@ class SparseConfig:
     enabled: bool = True
     page_size: int = 16
     prefill_chunk: int = 512
+    async_steps: bool | None = None
+    loops_per_step: int | None = None
+    prefix_caching: bool = False
     roll: bool = True
     merge_linears: bool | str = "auto"
     inductor: bool | None = None
@@ -68,10 +75,10 @@ class SparseConfig:
         self._check_int("dense_below", 0)
         for name in ("key_bucket", "page_size", "prefill_chunk"):
             self._check_int(name, 1)
-        for name in ("recapture_every", "max_context", "max_batch"):
+        for name in ("recapture_every", "max_context", "max_batch", "loops_per_step"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
-        for name in ("enabled", "validate", "roll"):
+        for name in ("enabled", "validate", "roll", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
         if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
@@ -81,7 +88,7 @@ class SparseConfig:
                 "must be True, False or 'auto'",
                 "pass merge_linears='auto'",
             )
-        for name in ("progress", "inductor", "cuda_graphs"):
+        for name in ("progress", "inductor", "cuda_graphs", "async_steps"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ArgumentError(
                     name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
