@@ -58,7 +58,7 @@ def make_setup(options: argparse.Namespace) -> Setup:
         implementation="auto",
         validate=False,
         progress=False,
-    )
+    ).for_device(device.type)
     if options.tiny:
         torch.set_num_threads(1)
         model = tiny_model("ouro")
@@ -90,7 +90,7 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
             system.close()
     except Exception as error:
         row["error"] = reason(error)
-    sparse = name == "sparse" and point.context >= setup.config.dense_below
+    sparse = name == "sparse" and point.context >= (setup.config.dense_below or 0)
     traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes()}
     row["floor_ms"] = round(sum(traffic.values()) / BANDWIDTH * 1000, 3)
     row["setup_s"] = round(time.perf_counter() - started, 1)
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--model", default="ouro-1.4b", choices=MODELS)
     parser.add_argument("--retention", default="0.1")
-    parser.add_argument("--dense-below", type=int, default=0)
+    parser.add_argument("--dense-below", type=int, help="default: by device")
     parser.add_argument("--prefill-chunk", type=int, default=8192)
     parser.add_argument("--warm", type=int, default=10, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=50)

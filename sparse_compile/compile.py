@@ -47,6 +47,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
             (off-switch: validate=False).
     """
     check_model(model)
+    config = config.for_device(model.device.type)
     refuse_autocast(model.device)
     check_context(model, config)
     check_graphs(config, model)
@@ -124,10 +125,9 @@ class EngineFactory:
     """Makes an engine with room for so many sequences of so many tokens, on the model's device and in its dtype."""
 
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
+        config = config.for_device(model.device.type)
         self.model, self.config, self.program = model, config, program
-        on_cuda = model.device.type == "cuda"
-        self.graphs = on_cuda if config.cuda_graphs is None else config.cuda_graphs
-        self.compiler = PieceCompiler(on_cuda if config.inductor is None else config.inductor)
+        self.compiler = PieceCompiler(bool(config.inductor))
 
     def sizes(self) -> PoolSizes:
         retention = self.program.retention
@@ -157,9 +157,8 @@ class EngineFactory:
     def options(self, rows: int, context: int) -> EngineOptions:
         """Limits of an engine of this size, by the config."""
         config, retention = self.config, self.program.retention
-        asynchronous = config.async_steps
-        if asynchronous is None:
-            asynchronous = self.model.device.type == "cuda"
+        assert config.prefill_chunk is not None
+        assert config.dense_below is not None
         return EngineOptions(
             max_context=context,
             max_seqs=rows,
@@ -168,7 +167,7 @@ class EngineFactory:
             dense_below=config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
-            async_steps=asynchronous,
+            async_steps=bool(config.async_steps),
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,
         )
@@ -180,5 +179,5 @@ class EngineFactory:
         store_spec = sizes.store_spec(context)
         store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
         executor = Executor(self.program, pool, store, self.compiler)
-        runner = GraphExecutor(executor, spec.page_size) if self.graphs else executor
+        runner = GraphExecutor(executor, spec.page_size) if self.config.cuda_graphs else executor
         return Engine(runner, pool, store, self.options(rows, context))

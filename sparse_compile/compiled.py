@@ -48,6 +48,7 @@ class CompiledModel:
     def __init__(
         self, model: Any, sparse_config: SparseConfig, program: Program, make_engine: MakeEngine
     ) -> None:
+        sparse_config = sparse_config.for_device(model.device.type)
         for name, value in (
             ("model", model),
             ("sparse_config", sparse_config),

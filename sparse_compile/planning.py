@@ -146,6 +146,7 @@ def make_plan(
         ValueError: a batch below 1, a context beyond the model's positions, an option that does not fit the model.
         UnsupportedModel: the model has no loops or cannot be looked at without weights.
     """
+    config = config.for_device("cuda")
     if batch < 1:
         raise ArgumentError("batch", batch, "must be at least 1", "pass for example --batch 8")
     model_config = load_config(name)
@@ -182,6 +183,7 @@ def make_plan(
 
 def _budget(found: Survey, gpu_memory: int, config: SparseConfig, dtype: torch.dtype) -> Budget:
     retention = config.retention
+    assert config.prefill_chunk is not None
     pools = PoolSizes(
         found.sites, (retention.numerator, retention.denominator), config.key_bucket, config.page_size, dtype
     )

@@ -58,7 +58,6 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("max_context", 0),
         ("max_batch", -3),
         ("dense_below", -1),
-        ("dense_below", None),
         ("page_size", 0),
         ("prefill_chunk", 0),
         ("implementation", "cuda"),

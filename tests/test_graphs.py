@@ -67,7 +67,7 @@ def test_the_key_covers_rows_width_kind_and_depths() -> None:
 @pytest.mark.parametrize("retention", [1.0, 0.3])
 def test_graphs_change_no_bits(name: str, retention: float, inductor: bool) -> None:
     model = tiny_model(name).cuda()
-    options = {"key_retention": retention, "page_size": 4, "inductor": inductor}
+    options = {"key_retention": retention, "page_size": 4, "inductor": inductor, "dense_below": 0}
     plain = sparse_compile(model, cuda_graphs=False, **options)
     graphed = sparse_compile(model, cuda_graphs=True, **options)
     assert generate(graphed, prompts()) == generate(plain, prompts())
@@ -89,7 +89,7 @@ def test_on_the_gpu_dense_equals_transformers(name: str) -> None:
 
 @pytest.mark.gpu
 def test_rows_beyond_the_plan_touch_only_the_dummies() -> None:
-    compiled = sparse_compile(tiny_model("ouro").cuda(), key_retention=0.3, page_size=4)
+    compiled = sparse_compile(tiny_model("ouro").cuda(), key_retention=0.3, page_size=4, dense_below=0)
     generate(compiled, prompts())
     engine = compiled.engine
     executor, pool, store = engine.executor, engine.pool, engine.store

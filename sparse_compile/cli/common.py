@@ -38,7 +38,10 @@ Recapture = Annotated[
     int | None,
     typer.Option("--recapture-every", help="Select anew every so many loops after the capture loop."),
 ]
-DenseBelow = Annotated[int, typer.Option("--dense-below", help="Rows with fewer visible keys run dense.")]
+DenseBelow = Annotated[
+    int | None,
+    typer.Option("--dense-below", help="Rows with fewer visible keys run dense (default: by device)."),
+]
 Dense = Annotated[bool, typer.Option("--dense", help="Run everything dense.")]
 Implementation = Annotated[
     str, typer.Option("--implementation", help="Attention kernels: reference | batched | triton | auto.")
@@ -142,7 +145,7 @@ def compile_options(
     retention: str,
     capture_loop: int,
     recapture_every: int | None,
-    dense_below: int,
+    dense_below: int | None,
     dense: bool,
     implementation: str,
     no_validate: bool,

@@ -32,7 +32,7 @@ def generate(
     retention: common.Retention = "0.1",
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
-    dense_below: common.DenseBelow = 0,
+    dense_below: common.DenseBelow = None,
     dense: common.Dense = False,
     implementation: common.Implementation = "auto",
     dtype: common.Dtype = "auto",

@@ -33,7 +33,7 @@ def plan(
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens per page of the KV pool.")] = 16,
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", help="Prompt tokens that one step may process.")
-    ] = 512,
+    ] = 8192,
     dtype: common.Dtype = "auto",
     as_json: common.Json = False,
     debug: common.Debug = False,
