@@ -1,10 +1,10 @@
 """Pages of prompts that are kept for later prompts that begin in the same way.
 
 Only full pages of prompt tokens are cached: their keys and values are dense and depend on the tokens up to their end
-alone. Pages with generated tokens may hold what sparse rows wrote, and a bidirectional prefix depends on tokens behind a
-page; neither is ever cached. A page is found by the chain of token pages up to it, compared exactly.
+alone. Pages with generated tokens may hold what sparse rows wrote, and a bidirectional prefix depends on tokens behind
+a page; neither is ever cached. A page is found by the chain of token pages up to it, compared exactly.
 
-    pool's free pages <--> held by requests (counted) --> idle: cached, held by nobody --> evicted, the longest idle first
+    free --> held by requests, counted --> idle: cached, and held by nobody --> evicted, the longest idle first: free
 """
 
 from __future__ import annotations
