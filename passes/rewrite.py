@@ -8,9 +8,9 @@ becomes, at loop depths 0, 1 and 2 of the default schedule,
     o = capture(q, k, v, k_pool, v_pool, block_table, ..., row_slot, index, ..., plane=p, site=n)
     o = consume(q, k, v, k_pool, v_pool, block_table, ..., row_slot, index, ..., plane=p, site=n)
 
-Variants: "dense" (prefill, short rows, sparse off), "sparse" (the schedule), "mixed" (the schedule for rows that want it
-and dense for the others, mode per row), and for rolled programs "depth" (one body for rows at any depth, where each site
-that is not always dense reads a mode per row of its own). A rolled program runs prologue, one body per loop, an
+Variants: "dense" (prefill, short rows, sparse off), "sparse" (the schedule), "mixed" (the schedule for rows that want
+it and dense for the others, mode per row), and for rolled programs "depth" (one body for rows at any depth, where each
+site that is not always dense reads a mode per row of its own). A rolled program runs prologue, one body per loop, an
 epilogue and the head; an unrolled one runs trunk and head. The head is everything after the last site: it only runs for
 the rows that need logits.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, overload
 
@@ -26,7 +26,7 @@ from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
 from sparse_compile.runtime.options import EngineOptions
-from sparse_compile.runtime.plan import PlanBuilder, RowPlan
+from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import (
     NO_TOKEN,
@@ -64,6 +64,12 @@ class Executor(Protocol):
 
     def decode(self, plan: RowPlan) -> torch.Tensor:
         """One row per sequence; `plan.loops` bodies from each row's own depth on, or the whole model."""
+        ...
+
+    def warm_up(
+        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+    ) -> list[Callable[[], object]]:
+        """What to call once, so that no later step of these numbers of rows compiles anything."""
         ...
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:

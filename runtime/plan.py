@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from sparse_compile.kernels.prefill import Chunk
 from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import SeatTable, to_device
 
@@ -52,17 +53,6 @@ class Segment:
         for position in range(self.start, self.end):
             inside = position < self.prefix_length
             yield position, max(position + 1, self.prefix_length) if inside else position + 1
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows `row` to `row + rows - 1` of a plan: consecutive tokens of the sequence in `seat`, from position `start`."""
-
-    row: int
-    rows: int
-    seat: int
-    start: int
-    prefix_length: int
 
 
 @dataclass(frozen=True)
@@ -218,6 +208,22 @@ class PlanBuilder:
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.seats.device)
+
+
+def padding_plan(
+    block_table: torch.Tensor, rows: int, kind: ProgramKind, max_length: int = 0, loops: int | None = None
+) -> RowPlan:
+    """A plan of inactive rows, each with logits: to compile and to capture over."""
+    device = block_table.device
+    return RowPlan(
+        block_table=block_table,
+        packed=torch.zeros(7, rows, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        kind=kind,
+        max_length=max_length,
+        leases=(),
+        loops=loops,
+    )
 
 
 def _rows_of(segment: Segment) -> Iterator[tuple[int, ...]]:

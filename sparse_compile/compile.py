@@ -20,19 +20,15 @@ from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
+from sparse_compile.runtime.budget import PoolSizes
+from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
-from sparse_compile.runtime.kv_pool import KVPool, KVSpec
-from sparse_compile.runtime.memory import (
-    check_fits,
-    kv_pool_bytes,
-    pool_pages,
-    reference_store_bytes,
-    store_slots,
-)
+from sparse_compile.runtime.graphs import GraphExecutor
+from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.memory import check_fits, store_slots
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.reference_store import ReferenceStore
-from sparse_compile.runtime.store_spec import StoreSpec
 from sparse_compile.validation import check_rotary, validate_program
 
 if TYPE_CHECKING:
@@ -53,10 +49,11 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     check_model(model)
     refuse_autocast(model.device)
     check_context(model, config)
+    check_graphs(config, model)
     if config.validate:
         check_rotary(model)
     try:
-        program = build_program(model, pass_options(config))
+        program = build_program(model, pass_options(config, model.device))
     except OptionError as error:
         raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
@@ -69,6 +66,15 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.validate:
         validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
+
+
+def check_graphs(config: SparseConfig, model: PreTrainedModel) -> None:
+    """Raise ArgumentError where CUDA graphs are asked for without CUDA."""
+    if config.cuda_graphs and model.device.type != "cuda":
+        limit = f"needs a model on CUDA, this one is on {model.device}"
+        raise ArgumentError(
+            "cuda_graphs", True, limit, "move the model with .cuda(), or leave cuda_graphs out"
+        )
 
 
 def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:
@@ -96,8 +102,11 @@ def check_loops(config: SparseConfig, program: Program) -> None:
         )
 
 
-def pass_options(config: SparseConfig) -> Options:
-    """What the passes need to know of a config; graphs are dumped where SPARSE_COMPILE_DUMP points."""
+def pass_options(config: SparseConfig, device: torch.device) -> Options:
+    """What the passes need to know of a config for a model on `device`.
+
+    Graphs are dumped where SPARSE_COMPILE_DUMP points.
+    """
     dump = os.environ.get(DUMP_VARIABLE)
     return Options(
         retention=Retention.of(config.retention),
@@ -106,6 +115,7 @@ def pass_options(config: SparseConfig) -> Options:
         recapture_every=config.recapture_every,
         implementation=config.implementation,
         roll=config.roll,
+        merge_linears=device.type == "cuda" if config.merge_linears == "auto" else bool(config.merge_linears),
         dump_dir=Path(dump) if dump else None,
     )
 
@@ -115,30 +125,19 @@ class EngineFactory:
 
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
         self.model, self.config, self.program = model, config, program
+        on_cuda = model.device.type == "cuda"
+        self.graphs = on_cuda if config.cuda_graphs is None else config.cuda_graphs
+        self.compiler = PieceCompiler(on_cuda if config.inductor is None else config.inductor)
 
-    def kv_spec(self) -> KVSpec:
-        site = self.program.sites[0]
-        return KVSpec(
-            self.program.planes, site.kv_heads, site.head_dim, self.config.page_size, self.model.dtype
+    def sizes(self) -> PoolSizes:
+        retention = self.program.retention
+        return PoolSizes(
+            self.program.sites,
+            (retention.numerator, retention.denominator),
+            self.config.key_bucket,
+            self.config.page_size,
+            self.model.dtype,
         )
-
-    def store_spec(self, context: int) -> StoreSpec | None:
-        """Shape of a slot for rows of up to `context` keys; None when nothing captures."""
-        if not self.program.sparse:
-            return None
-        site, retention = self.program.sites[0], self.program.retention
-        capacity = StoreSpec.capacity_for(
-            context, (retention.numerator, retention.denominator), self.config.key_bucket
-        )
-        return StoreSpec(self.program.store_sites, site.heads, site.head_dim, capacity, self.model.dtype)
-
-    def needs(self, rows: int, context: int, pool_tokens: int | None = None) -> dict[str, int]:
-        """Bytes of pool and store for `rows` sequences of `context` tokens, or of `pool_tokens` in all."""
-        needs = {"KV pool": kv_pool_bytes(self.kv_spec(), self._pages(rows, context, pool_tokens))}
-        store = self.store_spec(context)
-        if store is not None:
-            needs["reference store"] = reference_store_bytes(store, store_slots(rows))
-        return needs
 
     def check_memory(self, rows: int, context: int, pool_tokens: int | None = None) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
@@ -147,7 +146,7 @@ class EngineFactory:
             settings["pool_tokens"] = pool_tokens
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.needs(rows, context, pool_tokens), self.model.device, settings)
+        check_fits(self.sizes().needs(rows, context, pool_tokens), self.model.device, settings)
 
     def __call__(self, rows: int, context: int, pool_tokens: int | None = None) -> Engine:
         """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need."""
@@ -174,15 +173,12 @@ class EngineFactory:
             prefix_caching=config.prefix_caching,
         )
 
-    def _pages(self, rows: int, context: int, pool_tokens: int | None) -> int:
-        spec = self.kv_spec()
-        if pool_tokens is None:
-            return pool_pages(spec, context, rows)
-        return pool_pages(spec, pool_tokens, 1)
-
     def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:
-        device = self.model.device
-        pool = KVPool(self.kv_spec(), self._pages(rows, context, pool_tokens), device)
-        store_spec = self.store_spec(context)
+        sizes, device = self.sizes(), self.model.device
+        spec = sizes.kv_spec()
+        pool = KVPool(spec, sizes.pages(rows, context, pool_tokens), device)
+        store_spec = sizes.store_spec(context)
         store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
-        return Engine(Executor(self.program, pool, store), pool, store, self.options(rows, context))
+        executor = Executor(self.program, pool, store, self.compiler)
+        runner = GraphExecutor(executor, spec.page_size) if self.graphs else executor
+        return Engine(runner, pool, store, self.options(rows, context))

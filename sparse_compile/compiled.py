@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import ModelState, refuse_autocast
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
 from sparse_compile.limits import check_context, check_positions
+from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
 from sparse_compile.streaming import StreamItem
@@ -34,8 +36,9 @@ _CHANGES_MODEL = frozenset(
 
 
 class CompiledModel:
-    """A compiled looped model. The wrapped model (`.model`) is never changed: calling this object, and every
-    attribute that is not defined here, is the model's own.
+    """A compiled looped model. The wrapped model (`.model`) computes what it did before, bit for bit
+    (`merge_linears` moves its weights in memory, no more): calling this object, and every attribute that is not
+    defined here, is the model's own.
 
     model: the user's model. sparse_config: the options it was compiled with. program: what the passes made of
     it.
@@ -171,6 +174,23 @@ class CompiledModel:
         refuse_autocast(self.device)
         return validate_program(self.model, self._keeper.make_engine)
 
+    def warmup(
+        self, max_batch: int = 1, max_context: int = 2048, progress: bool | ProgressCallback | None = None
+    ) -> float:
+        """Compile and capture all that decoding up to `max_batch` sequences of `max_context` tokens needs.
+
+        Without it the first calls do so as they go. progress: as in `generate`, in steps of the warm-up. Compiled code
+        is kept in PyTorch's cache on disk, so a later process is faster. Returns the seconds it took. Raises ValueError
+        where memory or the limits of the config do not allow such an engine.
+        """
+        self._state.check()
+        refuse_autocast(self.device)
+        start = time.perf_counter()
+        self._keeper.session(max_batch, max_context).warm_up(
+            self.sparse_config.progress if progress is None else progress
+        )
+        return time.perf_counter() - start
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
@@ -196,6 +216,16 @@ class CompiledModel:
         """The present engine, None before the first generate."""
         session = self._keeper.present
         return None if session is None else session.engine
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """(sequences, tokens of each) that the present engine was made for, or else that max_batch and max_context
+        ask for; (0, 0) when neither is there.
+        """
+        session, config = self._keeper.present, self.sparse_config
+        if session is not None:
+            return session.rows, session.context
+        return (config.max_batch or 1, config.max_context) if config.max_context else (0, 0)
 
     def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
         """Itself, when nothing changes: the program belongs to its device and dtype."""

@@ -40,6 +40,10 @@ class SparseConfig:
         None = all of them. Needs a loop that is rolled. The tokens are the same.
     prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
+    merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
+        moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
+    inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
+    cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
@@ -59,6 +63,9 @@ class SparseConfig:
     loops_per_step: int | None = None
     prefix_caching: bool = False
     roll: bool = True
+    merge_linears: bool | str = "auto"
+    inductor: bool | None = None
+    cuda_graphs: bool | None = None
     validate: bool = True
     progress: bool | None = True
 
@@ -74,7 +81,14 @@ class SparseConfig:
         for name in ("enabled", "validate", "roll", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
-        for name in ("progress", "async_steps"):
+        if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
+            raise ArgumentError(
+                "merge_linears",
+                self.merge_linears,
+                "must be True, False or 'auto'",
+                "pass merge_linears='auto'",
+            )
+        for name in ("progress", "inductor", "cuda_graphs", "async_steps"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ArgumentError(
                     name, getattr(self, name), "must be True, False or None", f"pass {name}=False"

@@ -66,6 +66,8 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("enabled", 1),
         ("validate", None),
         ("roll", "no"),
+        ("merge_linears", "yes"),
+        ("merge_linears", None),
         ("progress", "yes"),
         ("async_steps", 1),
         ("loops_per_step", 0),
