@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_common import prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

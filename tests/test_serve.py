@@ -141,3 +141,26 @@ def test_a35_an_abort_while_a_prompt_is_handed_over_to_decode(
     engine.check_integrity()
     engine.add_request(heir, SamplingParams(8), "x")
     assert run(engine)["x"] == SparseOracle(model, 0.3).generate(heir, 8)
+
+
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_a19_a_python_callback_per_step(model: torch.nn.Module, async_steps: bool) -> None:
+    """A processor and a stop rule run for every token, with the tokens before it, however steps are submitted."""
+    seen: dict[str, list[list[int]]] = {"processor": [], "stop": []}
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen["processor"].append(ids[0].tolist())
+        return scores
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor | None) -> bool:
+        seen["stop"].append(ids[0].tolist())
+        return ids.shape[1] == 5 + 4
+
+    row = prompts(5)[0]
+    engine = compiled(model, async_steps=async_steps).serve(2, 32)
+    name = engine.add_request(row, SamplingParams(8, processor=processor, stop=stop))
+    tokens = run(engine)[name]
+    assert tokens == SparseOracle(model, 0.3).generate(row, 8)[:4]
+    assert seen["stop"] == [[*row, *tokens[:n]] for n in range(1, 5)]
+    assert seen["processor"][:4] == [[*row, *tokens[:n]] for n in range(4)]
+    assert len(seen["processor"]) == (5 if async_steps else 4)  # once more, for what is then dropped
