@@ -147,10 +147,10 @@ def attention_kernel(
     if kept:
         stored = tl.load(count + slot * sites + site)
         total = tl.where(length > 0, stored, 0)
-        keys = unit_size(total, MIN_KEPT, MAX_KEPT)
+        keys = unit_size(total, MIN_KEPT, MAX_KEPT, BK)
     else:
         total = length - first
-        keys = unit_size(total, MIN_UNIT, MAX_UNITS)
+        keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
     start = span * keys * (2 if PAIR else 1)
     table_row = table + seq * table_s

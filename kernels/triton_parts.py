@@ -9,12 +9,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr):
-    """Keys per unit: the smallest MIN_UNIT * 2^i of which MAX_UNITS cover `length`."""
-    unit = tl.full((), MIN_UNIT, tl.int32)
-    while unit * MAX_UNITS < length:
-        unit = unit * 2
-    return unit
+def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.constexpr):
+    """Keys per unit: MIN_UNIT, or as many STEPs as MAX_UNITS need to cover `length`."""
+    return tl.maximum(MIN_UNIT, tl.cdiv(tl.cdiv(length, MAX_UNITS), STEP) * STEP)
 
 
 @triton.jit

@@ -269,7 +269,7 @@ def retain_kernel(
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     slices = tl.cdiv(length, SLICE)
-    each = unit_size(slices, 1, MAX_PARTS)
+    each = unit_size(slices, 1, MAX_PARTS, 1)
     parts = tl.cdiv(slices, each)
     if wanted & (part < parts):
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)

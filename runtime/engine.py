@@ -228,7 +228,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Runs one step. Returns new tokens and ends of requests: those of this step, or with `async_steps` those of
-        the last one; prompts first, each in the order of priority and arrival.
+        the last one; prompts first, each in the order of priority and arrival. What an interrupt or `suspend` has left
+        to tell comes first, by itself.
 
         What is no Exception, such as a KeyboardInterrupt, passes through. A request whose callback it interrupted
         ends with an error, in what the next step returns; the others go on as if nothing had been.

@@ -91,7 +91,7 @@ class Holdings:
     # ------------------------------------------------------------------ cached pages
 
     def file(self, request: Request) -> None:
-        """Files those full pages of the prompt that are computed, or will be before anything submitted later."""
+        """Files those full pages of the prompt that are computed, or submitted: the stream orders readers behind."""
         size = self.pool.spec.page_size
         while request.chain is not None and (request.filed + 1) * size <= min(
             request.computed, request.prompt_length

@@ -4,7 +4,7 @@ Only full pages of prompt tokens are cached: their keys and values are dense and
 alone. Pages with generated tokens may hold what sparse rows wrote, and a bidirectional prefix depends on tokens behind
 a page; neither is ever cached. A page is found by the chain of token pages up to it, compared exactly.
 
-    free pages <--> held by requests (counted) --> idle: cached, held by nobody --> evicted, the longest idle first
+    free --> held by requests, counted --> idle: cached, and held by nobody --> evicted, the longest idle first: free
 """
 
 from __future__ import annotations

@@ -68,6 +68,9 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("merge_linears", "yes"),
         ("merge_linears", None),
         ("progress", "yes"),
+        ("async_steps", 1),
+        ("loops_per_step", 0),
+        ("prefix_caching", None),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: object) -> None:

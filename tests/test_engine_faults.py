@@ -336,7 +336,7 @@ def test_an_interrupt_ends_what_it_swallowed_and_nothing_else(
     interrupts = count = 0
     while engine.has_unfinished():
         count += 1
-        if where == "executor" and count == 3:
+        if where == "executor" and count == 4:
             executor.fault = ("after", KeyboardInterrupt())
         try:
             for output in engine.step():
@@ -348,6 +348,7 @@ def test_an_interrupt_ends_what_it_swallowed_and_nothing_else(
             interrupts += 1
         engine.check_integrity()
     assert interrupts == 1
+    assert not executor.broken
     for name, prompt in ((before, PROMPTS[1]), (hit, PROMPTS[0]), (after, PROMPTS[2])):
         want = oracle(prompt, 9, True)
         assert outputs[name] == want[: len(outputs[name])]

@@ -4,19 +4,24 @@ that are too small. Each request that finishes equals its solo run, nothing gets
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from cases_common import prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from runtime_fakes import greedy, make_engine, oracle_logits
+from test_engine_models import compiled
+from test_engine_models import make_engine as make_model_engine
 
 from sparse_compile.runtime.engine import Engine
-from sparse_compile.runtime.request import SamplingParams, StepOutput
+from sparse_compile.runtime.plan import RowPlan
+from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
 from sparse_compile.runtime.sampler import draw
 
 NAMES = "abcdefgh"
@@ -36,6 +41,7 @@ class Ask:
     kind: str
     seed: int = 0
     prefix: int = 0
+    eos: tuple[int, ...] = ()
 
     @property
     def patience(self) -> int:
@@ -45,7 +51,7 @@ class Ask:
     def params(self) -> SamplingParams:
         extra: dict[str, Any] = {"prefix_length": self.prefix}
         if self.kind == "eos":
-            extra["eos_token_ids"] = (self.seed % 24, (self.seed + 7) % 24)
+            extra["eos_token_ids"] = self.eos or (self.seed % 24, (self.seed + 7) % 24)
         if self.kind == "sampled":
             extra |= {"do_sample": True, "generator": torch.Generator().manual_seed(self.seed)}
         if "processor" in self.kind:
@@ -274,3 +280,107 @@ TestSoak = Soak.TestCase
 TestSoak.settings = settings(
     max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# ---------------------------------------------------------------------- a model
+
+
+REQUESTS = 500
+
+
+class Faults:
+    """Makes the runs of an executor fail: the next one, or all with rows of some requests; before or after the work."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.once: str | None = None
+        self.cursed: dict[Request, str] = {}
+        executor = engine.executor
+        executor.prefill = self._failing(executor.prefill)  # type: ignore[method-assign]
+        executor.decode = self._failing(executor.decode)  # type: ignore[method-assign]
+
+    def _failing(self, run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
+        def failing(plan: RowPlan) -> torch.Tensor:
+            seats = {chunk.seat for chunk in plan.chunks}
+            when = [after for request, after in self.cursed.items() if request.seat in seats]
+            error: Exception = torch.OutOfMemoryError("curse")
+            if self.once is not None:
+                when, error = [self.once], RuntimeError("once")
+            self.once = None
+            if "before" in when:
+                raise error
+            logits = run(plan)
+            if when:
+                raise error
+            return logits
+
+        return failing
+
+
+def asks(model: Any) -> list[Ask]:
+    """Every kind of request, with ends that really come."""
+    made = []
+    for n, prompt in enumerate(prompts(*[1 + n % 12 for n in range(28)])):
+        ask = Ask(tuple(prompt), 1 + n % 7, KINDS[n % len(KINDS)], seed=n)
+        if ask.kind == "eos":
+            tokens, _ = solo(model, Ask(ask.prompt, ask.new, "greedy"))
+            ask = replace(ask, eos=(tokens[len(tokens) // 2],))
+        made.append(ask)
+    return made
+
+
+def solo(model: Any, ask: Ask) -> tuple[list[int], str]:
+    engine, outputs = make_model_engine(model, rows=1), []
+    engine.add_request(list(ask.prompt), ask.params())
+    while engine.has_unfinished():
+        outputs += engine.step()
+    return [output.token for output in outputs if output.token >= 0], str(outputs[-1].finish_reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_steps": True, "prefix_caching": True},
+        {"async_steps": True, "loops_per_step": 1},
+        {"loops_per_step": 2},
+    ],
+    ids=str,
+)
+def test_two_thousand_requests(options: dict[str, Any]) -> None:
+    """Four times 500, of a real model, in a pool for one and a half of them."""
+    model, chance, watch = compiled("ouro", 0.3), random.Random(0), Watch()
+    wanted = {ask: solo(model, ask) for ask in asks(model)}
+    engine = make_model_engine(model, rows=4, pool_tokens=36, **options)
+    faults, held, added = Faults(engine), set(), 0
+    while added < REQUESTS or watch.wanted:
+        name = str(chance.randrange(12))
+        live = name in watch.wanted and name in engine.scheduler.requests
+        if name not in watch.wanted and added < REQUESTS:
+            ask = chance.choice(list(wanted))
+            engine.add_request(list(ask.prompt), ask.params(), name, priority=chance.randrange(3))
+            watch.expect(name, wanted[ask])
+            added += 1
+        elif live and chance.random() < 0.02:
+            engine.abort(name)
+            watch.forget(name)
+            held.discard(name)
+        elif live and name not in held and chance.random() < 0.1:
+            if engine.suspend(name, offload=chance.random() < 0.5):
+                held.add(name)
+        elif name in held and chance.random() < 0.7:
+            if chance.random() < 0.3:
+                engine.offload(name)
+            engine.resume(name)
+            held.discard(name)
+        elif live and chance.random() < 0.02:
+            faults.cursed = {engine.scheduler.requests[name]: chance.choice(("before", "after"))}
+            watch.cursed.add(name)
+        faults.once = chance.choice(("before", "after")) if chance.random() < 0.02 else None
+        watch.see(engine.step())
+        engine.check_integrity()
+    drain(engine, watch)
+    look = engine.metrics()
+    assert look.requests_finished == REQUESTS
+    assert min(look.preemptions, look.resumed, look.failed_runs) > 20

@@ -46,6 +46,17 @@ Dense = Annotated[bool, typer.Option("--dense", help="Run everything dense.")]
 Implementation = Annotated[
     str, typer.Option("--implementation", help="Attention kernels: reference | batched | triton | auto.")
 ]
+AsyncSteps = Annotated[
+    bool | None,
+    typer.Option(
+        "--async-steps/--no-async-steps",
+        help="Submit a step before the tokens of the last one are read; by default on CUDA.",
+    ),
+]
+LoopsPerStep = Annotated[
+    int | None,
+    typer.Option("--loops-per-step", help="Loops of a token in one step; by default all of them."),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, ...; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: CUDA if there is one.")]
 NoValidate = Annotated[
