@@ -124,30 +124,24 @@ class Bench:
         return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
-        """Calls of one op, or of one of the three kernels of a capture: attend, select, reference."""
+        """Calls of one op, or of one of the three kernels of a capture: attend, threshold, retain."""
+        if op == "consume":
+            triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
         if op in ("dense", "consume"):
-            if op == "consume":
-                triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
             return self.calls(op)
-        made: list[Callable[[], Any]] = []
-        for plane in range(self.planes):
-            a = self.attention(plane)
-            scratch = triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
-            if op == "attend":
-                made.append(
-                    lambda a=a: triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
-                )
-                continue
-            weights = triton_backend._select(a, self.store, self.retention, scratch, None)
-            if op == "select":
-                made.append(
-                    lambda a=a, s=scratch: triton_backend._select(a, self.store, self.retention, s, None)
-                )
-            else:
-                made.append(
-                    lambda a=a, s=scratch, w=weights: triton_backend._reduce(a, self.store, s, w, None)
-                )
-        return made
+        return [self._part(op, self.attention(plane)) for plane in range(self.planes)]
+
+    def _part(self, op: str, a: Attention) -> Callable[[], Any]:
+        def attend() -> triton_backend.Scratch:
+            return triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
+
+        if op == "attend":
+            return attend
+        scratch = attend()
+        triton_backend._find_cuts(a, self.retention, scratch)
+        if op == "threshold":
+            return lambda: triton_backend._find_cuts(a, self.retention, scratch)
+        return lambda: triton_backend._retain(a, self.store, self.retention, scratch)
 
     def sdpa_calls(self, backend: Any) -> list[Callable[[], Any]]:
         from torch.nn.attention import sdpa_kernel
@@ -258,12 +252,10 @@ def tune(points: list[Point]) -> None:
             )
         ],
         "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
-        "select": [Tiles()],
-        "reference": [
-            Tiles(kept_block=block, kept_stages=stages, min_kept=least)
-            for (block, stages), least in itertools.product(
-                ((64, 1), (64, 2), (128, 1), (128, 2)), (128, 256, 512)
-            )
+        "threshold": [Tiles(threshold_warps=warps) for warps in (8, 16)],
+        "retain": [
+            Tiles(slice=size, gather_block=block)
+            for size, block in itertools.product((512, 1024, 2048), (32, 64, 128))
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])

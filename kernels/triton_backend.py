@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -27,12 +28,10 @@ from .triton_attention import (
     attention_kernel,
     write_kernel,
 )
-from .triton_select import reference_kernel, select_kernel
+from .triton_select import retain_kernel, threshold_kernel
 from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
-
-_REGISTER_SCORES = 32768  # longest row of scores that one program of the selection keeps in registers
 
 
 def dense(attention: Attention, out: Tensor) -> None:
@@ -70,16 +69,23 @@ class Scratch:
 
     def __init__(self, attention: Attention, tiles: Tiles, keeps_scores: bool) -> None:
         lines, device = attention.rows * attention.heads, attention.q.device
-        units, width = max(tiles.max_units, tiles.max_kept), next_power_of_2(max(16, attention.head_dim))
-        self.tiles, self.units, self.width = tiles, units, width
-        self.part_acc = torch.empty(lines, units, width, dtype=torch.float32, device=device)
-        self.part_m = torch.empty(lines, units, dtype=torch.float32, device=device)
-        self.part_l = torch.empty(lines, units, dtype=torch.float32, device=device)
-        self.arrived = _arrivals(device, lines)
+        self.tiles = tiles
+        self.units = max(2, tiles.max_units, tiles.max_kept, tiles.max_parts)
+        self.width = next_power_of_2(max(16, attention.head_dim))
         self.keys = attention.max_pages * attention.page_size
-        keys, stats = (self.keys, lines) if keeps_scores else (1, 1)
-        self.scores = torch.empty(stats, keys, dtype=torch.float32, device=device)
-        self.stats = torch.empty(stats, 2, dtype=torch.float32, device=device)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.part_acc = empty(lines, self.units, self.width)
+        self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
+        self.arrived = _arrivals(device, lines)
+        if not keeps_scores:
+            lines = 0
+        self.scores = empty(lines, 16 * cdiv(self.keys, 16))
+        self.stats = empty(lines, 2)
+        self.cuts = empty(lines, dtype=torch.int32)
+        self.places = empty(lines, 2, cdiv(self.keys, tiles.slice) + 1, dtype=torch.int32)
 
 
 _arrival_counters: dict[torch.device, list[Tensor]] = {}
@@ -119,12 +125,30 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _stages(tiles: Tiles, a: Attention, programs: int) -> int:
-    """Depth of the load pipeline: a shallower one, which lets a fourth program stay on each multiprocessor, where that
-    spares the launch a second wave.
+def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, bool, int]:
+    """(programs per line, pair, stages) of a launch with `lines` tiles; how many programs follows from what the block
+    table and the store could hold.
+
+    Pairing and the depth of the pipeline change no bits, only how the programs fill the GPU. Three programs share a
+    multiprocessor, four with a shallow pipeline: that pays where all programs then run at once, one unit each or two.
     """
-    slots = _multiprocessors(a.q.device)
-    return 2 if 3 * slots < programs <= 4 * slots else tiles.stages
+    keys = a.max_pages * a.page_size
+    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
+    kept = 0
+    if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
+    if mode == MODE_CONSUME:
+        return kept, False, tiles.stages or 3
+    processors = _multiprocessors(a.q.device)
+    pair = tiles.pair
+    if pair is None:
+        pair = lines * units > 3 * processors and lines * cdiv(units, 2) <= 4 * processors
+    if mode == MODE_MIXED:  # its consume rows have no pairs
+        pair = False
+    if pair:
+        units = cdiv(units, 2)
+    stages = tiles.stages or (2 if 3 * processors < lines * units <= 4 * processors else 3)
+    return max(units, kept), pair, stages
 
 
 def _attend(
@@ -135,21 +159,14 @@ def _attend(
     row_mode: Tensor | None = None,
     captures: bool = False,
 ) -> Scratch:
-    mode = int(getattr(mode, "value", mode))
     a = attention if attention.q.stride(-1) == 1 else replace(attention, q=attention.q.contiguous())
-    per_head = mode in (MODE_CONSUME.value, MODE_MIXED.value)
-    group = max(1, a.query_rows)
-    if mode == MODE_MIXED.value and a.sink is not None:
-        raise ValueError("mixed rows take no sink")
-    if per_head and group > 1:
-        raise ValueError(
-            f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
-        )
-    if a.rows % group:
-        raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
+    per_head = mode in (MODE_CONSUME, MODE_MIXED)
+    group = _query_rows(a, per_head)
     tiles = tiles_for(a)
-    captures = captures or mode == MODE_CAPTURE.value
+    captures = captures or mode == MODE_CAPTURE
     scratch = Scratch(a, tiles, keeps_scores=captures)
+    if mode == MODE_MIXED and a.sink is not None:
+        raise ValueError("mixed rows take no sink")
     writes = a.k is not None and a.v is not None
     fuse = writes and a.query_rows == 1
     k, v = a.q, a.q  # stand for what is not read
@@ -157,15 +174,12 @@ def _attend(
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if writes and not fuse:
         _write(a, k, v)
-    limit = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
-    if store is not None:
-        kept = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-        limit = kept if mode == MODE_CONSUME.value else max(limit, kept if per_head else 0)
+    heads = a.heads if per_head else a.kv_heads
+    units, pair, stages = _units(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
-    grid = (a.heads if per_head else a.kv_heads, limit, a.rows // group)
-    attention_kernel[grid](
+    attention_kernel[(heads, units, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
@@ -177,13 +191,32 @@ def _attend(
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
-        BM=next_power_of_2(max(16, 1 if per_head else group * a.group)), BN=tiles.block, BK=tiles.kept_block,
-        BD=scratch.width,
-        STAGES=_stages(tiles, a, grid[0] * grid[1] * grid[2]), KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept,
-        SLOTS=scratch.units, num_warps=tiles.warps,
+        BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
+        BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
+        PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
+        MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=tiles.warps, **_registers(tiles, a, pair or captures, stages),
     )  # fmt: skip
     return scratch
+
+
+def _query_rows(a: Attention, per_head: bool) -> int:
+    """Rows of one sequence that share a tile."""
+    group = max(1, a.query_rows)
+    if per_head and group > 1:
+        raise ValueError(
+            f"query_rows={group}: consume and mixed rows are attended one by one; use query_rows=1"
+        )
+    if a.rows % group:
+        raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
+    return group
+
+
+def _registers(tiles: Tiles, a: Attention, more: bool, stages: int) -> dict[str, int]:
+    """A shallow pipeline is for four programs on a multiprocessor, which leaves each thread 128 registers. Pairs and
+    captures (`more`) would take a few more.
+    """
+    return {"maxnreg": 128} if a.q.device.type == "cuda" and tiles.warps == 4 and more and stages == 2 else {}
 
 
 def _write(a: Attention, k: Tensor, v: Tensor) -> None:
@@ -204,38 +237,46 @@ def _keep(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
     """The retained sets, masses and C_ref of the rows that captured."""
-    _reduce(a, store, scratch, _select(a, store, retention, scratch, row_mode), row_mode)
+    _find_cuts(a, retention, scratch, row_mode)
+    _retain(a, store, retention, scratch, row_mode)
 
 
-def _select(
-    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
-) -> Tensor:
-    """Fill index and count of the store; the retained weights float32 [T * H, capacity]."""
-    weights = torch.empty(a.rows * a.heads, store.capacity, dtype=torch.float32, device=a.q.device)
-    width = min(_REGISTER_SCORES, next_power_of_2(max(128, scratch.keys)))
-    warps = min(32, max(4, width // 512))
-    select_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, weights, a.row_length,
-        row_mode if row_mode is not None else a.row_length, store.row_slot, store.index, store.count,
-        scratch.scores.stride(0), store.site, store.count.shape[1], store.capacity,
-        retention.numerator, retention.denominator,
-        MIXED=row_mode is not None, HEADS=a.heads, NB=width, NC=min(width, 128 * warps),
-        IN_REGISTERS=scratch.keys <= width, num_warps=warps,
-    )  # fmt: skip
-    return weights
-
-
-def _reduce(a: Attention, store: Store, scratch: Scratch, weights: Tensor, row_mode: Tensor | None) -> None:
-    """Fill mass and C_ref of the store."""
+def _find_cuts(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
+    """Which scores are retained, and where each slice of keys begins in the retained list."""
     tiles = scratch.tiles
-    units = min(tiles.max_kept, cdiv(min(store.capacity, scratch.keys), tiles.min_kept))
-    reference_kernel[(a.heads, units, a.rows)](
-        weights, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
-        row_mode if row_mode is not None else a.row_length, store.row_slot,
+    widest = next_power_of_2(max(tiles.slice, scratch.keys))
+    block = min(tiles.register_scores, widest)
+    small = min(tiles.small_scores, block)
+    threshold_kernel[(a.heads, a.rows)](
+        scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
+        scratch.cuts, scratch.places, scratch.scores.stride(0), scratch.places.shape[2],
+        retention.numerator, retention.denominator, _quantile(retention),
+        MIXED=row_mode is not None, HEADS=a.heads, SMALL=small, NB=block, PASSES=widest > block,
+        SLICE=tiles.slice, num_warps=max(4, min(tiles.threshold_warps, block // 512)),
+    )  # fmt: skip
+
+
+@functools.cache
+def _quantile(retention: Retention) -> float:
+    """The point of the standard normal distribution that the retained share lies above."""
+    share = retention.numerator / retention.denominator
+    return NormalDist().inv_cdf(min(1 - 1e-7, max(1e-7, 1 - share)))
+
+
+def _retain(
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
+) -> None:
+    """Fill index, count, mass and C_ref of the store."""
+    tiles = scratch.tiles
+    parts = min(tiles.max_parts, cdiv(scratch.keys, tiles.slice))
+    retain_kernel[(a.heads, parts, a.rows)](
+        scratch.scores, scratch.stats, scratch.cuts, scratch.places, a.v_pool, a.block_table, a.row_seq, a.row_length,
+        a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.part_acc, scratch.part_l, scratch.arrived,
-        *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
-        store.site, store.count.shape[1], store.capacity,
+        scratch.scores.stride(0), scratch.places.shape[2], *a.v_pool.stride()[:4], a.block_table.stride(0),
+        a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
+        retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        BN=tiles.kept_block, BD=scratch.width, STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        MIN_KEPT=tiles.min_kept, MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, num_warps=tiles.warps,
+        BN=tiles.gather_block, BD=scratch.width, STAGES=tiles.gather_stages, PRECISION=_precision(a.q),
+        SLICE=tiles.slice, MAX_PARTS=tiles.max_parts, SLOTS=scratch.units,
     )  # fmt: skip

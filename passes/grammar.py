@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ from torch import fx
 from ..kernels import ops as _registered  # noqa: F401  registers torch.ops.sparse_compile
 from .base import Compilation, Pass
 from .errors import PassError
-from .program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Site, Stage, Variant
+from .program import DEPTH_MODE, MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Site, Stage, Variant
 from .schedule import check_order
 
 _ops = torch.ops.sparse_compile
@@ -29,6 +30,7 @@ _INPUTS = {
     _ops.consume.default: ((*_PLAN, "row_slot", *STORE_INPUTS),),
     _ops.mixed.default: tuple((*_PLAN, "row_slot", mode, *STORE_INPUTS) for mode in MODE_INPUTS.values()),
 }
+_MODE_AT = 11  # place of the mode among the arguments of a mixed op
 
 
 def attention_ops(stage: Stage) -> Iterator[fx.Node]:
@@ -41,13 +43,20 @@ def attention_ops(stage: Stage) -> Iterator[fx.Node]:
 def op_kind(node: fx.Node) -> str:
     """ "dense", "capture" or "consume"; a mixed op is what its mode input says."""
     if node.target is _ops.mixed.default:
-        mode = node.args[11]
-        return next(
-            kind for kind, name in MODE_INPUTS.items() if isinstance(mode, fx.Node) and mode.target == name
-        )
+        return next(kind for kind, name in MODE_INPUTS.items() if name == _mode_name(node))
     return next(
         kind for kind in ("dense", "capture", "consume") if node.target is getattr(_ops, kind).default
     )
+
+
+def _mode_name(node: fx.Node) -> str:
+    """Name of the mode input of a mixed op; "" for another op."""
+    mode = node.args[_MODE_AT] if node.target is _ops.mixed.default else None
+    return str(mode.target) if isinstance(mode, fx.Node) else ""
+
+
+def _is_any_depth(node: fx.Node) -> bool:
+    return _mode_name(node).startswith(DEPTH_MODE)
 
 
 def _check_inputs(stage: Stage) -> None:
@@ -55,10 +64,13 @@ def _check_inputs(stage: Stage) -> None:
         names = tuple(
             arg.target for arg in node.args[3:] if isinstance(arg, fx.Node) and arg.op == "placeholder"
         )
+        if _is_any_depth(node):
+            names = tuple(MODE_INPUTS["consume"] if name == _mode_name(node) else name for name in names)
         if names not in _INPUTS[node.target]:  # type: ignore[index]
             raise PassError(f"{node.name} in {stage.name!r} has the wrong plan inputs: {names}")
     for node in stage.module.graph.nodes:
-        if node.op != "placeholder" or node.target not in _RUNTIME_INPUTS:
+        runtime = node.target in _RUNTIME_INPUTS or str(node.target).startswith(DEPTH_MODE)
+        if node.op != "placeholder" or not runtime:
             continue
         strangers = [user.name for user in node.users if user.target not in _INPUTS]
         if strangers:
@@ -67,13 +79,32 @@ def _check_inputs(stage: Stage) -> None:
             )
 
 
+def _unfolded(variant: Variant, sites: tuple[Site, ...]) -> Iterator[Stage]:
+    """The stages of a run through the whole model: a body for any depth stands for one at each."""
+    for stage in variant.stages:
+        ops = list(attention_ops(stage))
+        if not stage.any_depth:
+            yield stage
+            continue
+        around = sum(1 for other in variant.stages if other is not stage for _ in attention_ops(other))
+        for loop in range((len(sites) - around) // len(ops)):
+            yield replace(stage, loop=loop)
+
+
+def _any_kind(node: fx.Node, site: Site) -> tuple[int, str, int | None] | None:
+    """What the schedule wants at `site`, for an op that gets its rows' modes from a table of the schedule."""
+    if not _is_any_depth(node) or (site.kind != "dense" and node.kwargs.get("site") != site.store_site):
+        return None
+    return site.plane, site.kind, site.store_site
+
+
 def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
     """Each plane written once, in order, by the op that the schedule names."""
     ran = []
-    for stage in variant.stages:
+    for stage in _unfolded(variant, sites):
         for node in attention_ops(stage):
             plane = int(node.kwargs["plane"]) + stage.loop * int(node.kwargs["plane_stride"])  # type: ignore[arg-type]
-            ran.append((plane, op_kind(node), node.kwargs.get("site")))
+            ran.append(_any_kind(node, sites[plane]) or (plane, op_kind(node), node.kwargs.get("site")))
     wanted = [
         (site.plane, "dense", None)
         if variant.name == "dense" or site.kind == "dense"
@@ -106,6 +137,8 @@ def _check_data_edges(variant: Variant) -> None:
         captures: dict[object, fx.Node] = {}
         for node in attention_ops(stage):
             line = node.kwargs.get("site")
+            if _is_any_depth(node):
+                continue
             if op_kind(node) == "capture":
                 captures[line] = node
             elif op_kind(node) == "consume" and line in captures and not _depends_on(node, captures[line]):

@@ -13,6 +13,12 @@ PLAN_INPUTS = ("block_table", "row_seq", "row_position", "row_length", "row_loop
 POOL_INPUTS = ("k_pool", "v_pool")
 STORE_INPUTS = ("index", "count", "mass", "o_ref", "c_ref")
 MODE_INPUTS = {"capture": "row_mode_capture", "consume": "row_mode_consume"}
+DEPTH_MODE = "row_mode_site"
+
+
+def depth_mode_input(number: int) -> str:
+    """Input of the variant "depth" with each row's mode at the `number`-th site of a body."""
+    return f"{DEPTH_MODE}{number}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,23 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
+class MergedLinears:
+    """Linear layers that became one: the names of their weights, that of the joined one, calls per forward."""
+
+    parts: tuple[str, ...]
+    weight: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Weights of linear layers that read the same input and were not merged, with the reason in one clause."""
+
+    weights: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Carried:
     """A value that one body hands to the next: where it starts, and the place in the body that renews it."""
 
@@ -95,7 +118,9 @@ class Stage:
         module: the graph; called with `inputs` in order, returns a tuple for `outputs`.
         inputs, outputs: names in the executor's environment.
         loop: value of the plan input `row_loop` while this stage runs.
+        any_depth: each row brings its own `row_loop`, and the stage is run once per loop.
         row_inputs: for the head: the inputs whose first dimension is rows, reduced to the rows that need logits.
+        row_outputs: those of the outputs whose first dimension is rows.
     """
 
     name: str
@@ -104,6 +129,8 @@ class Stage:
     outputs: tuple[str, ...]
     loop: int = 0
     row_inputs: frozenset[str] = frozenset()
+    row_outputs: frozenset[str] = frozenset()
+    any_depth: bool = False
 
     def text(self) -> str:
         return (
@@ -139,6 +166,8 @@ class Program:
     roll_reason: str
     retention: Retention
     passes: tuple[PassRecord, ...] = field(default=())
+    merged: tuple[MergedLinears, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
 
     @property
     def rolled(self) -> bool:
@@ -168,6 +197,15 @@ class Program:
     @property
     def sparse(self) -> bool:
         return any(site.kind == "consume" for site in self.sites)
+
+    def depth_kinds(self) -> tuple[tuple[str, ...], ...]:
+        """Kind of the n-th site of a body in each of the bodies; empty for a program that is not rolled."""
+        roll = self.roll
+        if roll is None:
+            return ()
+        end = roll.first_site + roll.repeats * roll.period
+        firsts = range(roll.first_site, roll.first_site + roll.period)
+        return tuple(tuple(site.kind for site in self.sites[at : end : roll.period]) for at in firsts)
 
     def counts(self) -> dict[str, int]:
         found = Counter(site.kind for site in self.sites)

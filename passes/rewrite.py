@@ -8,8 +8,9 @@ becomes, at loop depths 0, 1 and 2 of the default schedule,
     o = capture(q, k, v, k_pool, v_pool, block_table, ..., row_slot, index, ..., plane=p, site=n)
     o = consume(q, k, v, k_pool, v_pool, block_table, ..., row_slot, index, ..., plane=p, site=n)
 
-Three variants are built: "dense" (prefill, short rows, sparse off), "sparse" (the schedule), and "mixed" (the schedule
-for rows that want it and dense for the others, mode per row). A rolled program runs prologue, one body per loop, an
+Variants: "dense" (prefill, short rows, sparse off), "sparse" (the schedule), "mixed" (the schedule for rows that want
+it and dense for the others, mode per row), and for rolled programs "depth" (one body for rows at any depth, where each
+site that is not always dense reads a mode per row of its own). A rolled program runs prologue, one body per loop, an
 epilogue and the head; an unrolled one runs trunk and head. The head is everything after the last site: it only runs for
 the rows that need logits.
 """
@@ -17,7 +18,7 @@ the rows that need logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +27,29 @@ from torch import fx
 from .base import Compilation, Options, Pass
 from .errors import PassError
 from .graph import SITE, Piece, free_inputs, is_call, is_row_tensor
-from .program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Roll, Site, Stage, Variant
+from .program import (
+    MODE_INPUTS,
+    PLAN_INPUTS,
+    POOL_INPUTS,
+    STORE_INPUTS,
+    Roll,
+    Site,
+    Stage,
+    Variant,
+    depth_mode_input,
+)
 
 _ops = torch.ops.sparse_compile
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stands in for one marker: the op that the schedule wants, or a mixed op, whose mode input each row reads."""
+
+    site: Site
+    kind: str
+    plane: int
+    mode_input: str = ""  # "": not mixed
 
 
 class _SitePiece(Piece):
@@ -46,11 +67,12 @@ class _SitePiece(Piece):
             self.runtime_inputs[name] = self.placeholder(name)
         return self.runtime_inputs[name]
 
-    def rewrite(self, marker: fx.Node, site: Site, kind: str, mixed: bool, plane: int) -> fx.Node:
-        """Place the op for `marker`; `kind` is what the schedule wants here, `mixed` leaves the choice to each row."""
+    def rewrite(self, marker: fx.Node, place: Place) -> fx.Node:
+        """Place the op for `marker`."""
+        site, kind = place.site, place.kind
         arguments: list[Any] = [self.resolve(node) for node in marker.args]  # type: ignore[arg-type]
         arguments += [self.runtime_input(name) for name in (*POOL_INPUTS, *PLAN_INPUTS)]
-        keywords: dict[str, Any] = {"plane": plane, "plane_stride": self.stride, "scale": site.scale}
+        keywords: dict[str, Any] = {"plane": place.plane, "plane_stride": self.stride, "scale": site.scale}
         keywords |= {"softcap": site.softcap, "implementation": self.options.implementation}
         retention = {
             "retention_num": self.options.retention.numerator,
@@ -60,11 +82,11 @@ class _SitePiece(Piece):
             target, keywords = _ops.dense.default, keywords | {"window": site.window}
         else:
             arguments.append(self.runtime_input("row_slot"))
-            if mixed:
-                arguments.append(self.runtime_input(MODE_INPUTS[kind]))
+            if place.mode_input:
+                arguments.append(self.runtime_input(place.mode_input))
             arguments += [self.runtime_input(name) for name in STORE_INPUTS]
             keywords["site"] = site.store_site
-            if mixed:
+            if place.mode_input:
                 target, keywords = _ops.mixed.default, keywords | retention
             elif kind == "capture":
                 target, keywords = _ops.capture.default, keywords | retention
@@ -90,8 +112,20 @@ class Rewriter:
         self.logits = output
         self.site_of = dict(zip(compilation.markers, compilation.sites, strict=True))
 
-    def kind(self, site: Site, variant: str) -> str:
-        return "dense" if variant == "dense" else site.kind
+    def place(self, site: Site, variant: str, plane: int) -> Place:
+        """The op of `site` in a variant where its loop is fixed."""
+        kind = "dense" if variant == "dense" else site.kind
+        mixed = variant in ("mixed", "depth") and kind != "dense"
+        return Place(site, kind, plane, MODE_INPUTS[kind] if mixed else "")
+
+    def depth_place(self, number: int, roll: Roll) -> Place:
+        """The op of the `number`-th site of a body that rows at any depth go through."""
+        at = roll.first_site + number
+        sites = self.compilation.sites[at : at + roll.repeats * roll.period : roll.period]
+        sparse = next((site for site in sites if site.kind != "dense"), None)
+        if sparse is None:
+            return Place(sites[0], "dense", at)
+        return Place(sparse, sparse.kind, at, depth_mode_input(number))
 
     def stage(
         self,
@@ -102,7 +136,7 @@ class Rewriter:
         variant: str,
         *,
         out_names: Sequence[str] | None = None,
-        sites: dict[fx.Node, tuple[Site, int]] | None = None,
+        places: dict[fx.Node, Place] | None = None,
         stride: int = 0,
     ) -> Stage:
         """Cut `nodes` out as one stage; `names` maps outside values to names in the executor's environment."""
@@ -110,22 +144,24 @@ class Rewriter:
         piece = _SitePiece(self.root, inputs, name.split(" ")[0].capitalize(), self.options, stride)
         for node in nodes:
             if is_call(node, SITE):
-                site, plane = (sites or {}).get(node) or (self.site_of[node], self.site_of[node].plane)
-                piece.rewrite(node, site, self.kind(site, variant), variant == "mixed", plane)
+                site = self.site_of[node]
+                piece.rewrite(node, (places or {}).get(node) or self.place(site, variant, site.plane))
             else:
                 piece.copy(node)
         module = piece.finish(outputs)
         placeholders = [node.target for node in module.graph.nodes if node.op == "placeholder"]
         environment = {node.name: names.get(node, node.name) for node in inputs}
-        is_head = name == "head"
+        out_names = tuple(out_names if out_names is not None else (names.get(n, n.name) for n in outputs))
+        row_inputs = (names.get(n, n.name) for n in inputs if is_row_tensor(n)) if name == "head" else ()
         return Stage(
             name=name,
             module=module,
             inputs=tuple(environment.get(str(target), str(target)) for target in placeholders),
-            outputs=tuple(out_names if out_names is not None else (names.get(n, n.name) for n in outputs)),
-            row_inputs=frozenset(names.get(n, n.name) for n in inputs if is_row_tensor(n))
-            if is_head
-            else frozenset(),
+            outputs=out_names,
+            row_inputs=frozenset(row_inputs),
+            row_outputs=frozenset(
+                made for made, n in zip(out_names, outputs, strict=True) if is_row_tensor(n)
+            ),
         )
 
     def _inputs_of(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -178,41 +214,46 @@ class Rewriter:
         return [self.stage("prologue", before, outputs, {}, variant, out_names=out_names)]
 
     def _bodies(self, variant: str, roll: Roll, bodies: list[list[fx.Node]]) -> list[Stage]:
+        if variant == "depth":
+            places = [self.depth_place(number, roll) for number in range(roll.period)]
+            return [replace(self._body("body (any depth)", variant, roll, bodies, places), any_depth=True)]
+        built: dict[tuple[str, ...], Stage] = {}
+        stages = []
+        for loop in range(roll.repeats):
+            at = roll.first_site + loop * roll.period
+            sites = self.compilation.sites[at : at + roll.period]
+            places = [self.place(site, variant, roll.first_site + n) for n, site in enumerate(sites)]
+            kinds = tuple(place.kind for place in places)
+            name = f"body {loop} ({'/'.join(dict.fromkeys(kinds))})"
+            if kinds not in built:
+                built[kinds] = self._body(name, variant, roll, bodies, places)
+            stages.append(replace(built[kinds], name=name, loop=loop))
+        return stages
+
+    def _body(
+        self, name: str, variant: str, roll: Roll, bodies: list[list[fx.Node]], places: list[Place]
+    ) -> Stage:
         # The second body is the pattern: it reads carried values from the first one and invariant values from outside,
         # where the first body may read one and the same node as both.
         pattern = bodies[1]
         names = {bodies[0][slot.offset]: f"carry{number}" for number, slot in enumerate(roll.carried)}
         outputs = [pattern[slot.offset] for slot in roll.carried]
         out_names = list(names.values())
-        for offset, name in _result_names(roll).items():
-            if name not in out_names:
+        for offset, result in _result_names(roll).items():
+            if result not in out_names:
                 outputs.append(pattern[offset])
-                out_names.append(name)
+                out_names.append(result)
         markers = [node for node in pattern if is_call(node, SITE)]
-        built: dict[tuple[str, ...], Stage] = {}
-        stages = []
-        for loop in range(roll.repeats):
-            at = roll.first_site + loop * roll.period
-            sites = self.compilation.sites[at : at + roll.period]
-            kinds = tuple(self.kind(site, variant) for site in sites)
-            name = f"body {loop} ({'/'.join(dict.fromkeys(kinds))})"
-            if kinds not in built:
-                planes = {
-                    marker: (site, roll.first_site + number)
-                    for number, (marker, site) in enumerate(zip(markers, sites, strict=True))
-                }
-                built[kinds] = self.stage(
-                    name,
-                    pattern,
-                    outputs,
-                    names,
-                    variant,
-                    out_names=out_names,
-                    sites=planes,
-                    stride=roll.period,
-                )
-            stages.append(replace(built[kinds], name=name, loop=loop))
-        return stages
+        return self.stage(
+            name,
+            pattern,
+            outputs,
+            names,
+            variant,
+            out_names=out_names,
+            places=dict(zip(markers, places, strict=True)),
+            stride=roll.period,
+        )
 
 
 def _result_names(roll: Roll) -> dict[int, str]:
@@ -229,8 +270,9 @@ class Rewrite(Pass):
     def run(self, compilation: Compilation) -> dict[str, int]:
         rewriter = Rewriter(compilation)
         sparse = any(site.kind == "consume" for site in compilation.sites)
-        for variant in ("dense", "sparse", "mixed") if sparse else ("dense",):
-            roll = compilation.roll
+        roll = compilation.roll
+        names = ("dense", "sparse", "mixed") if sparse else ("dense",)
+        for variant in names if roll is None else (*names, "depth"):
             built = rewriter.rolled(variant, roll) if roll is not None else rewriter.unrolled(variant)
             compilation.variants[variant] = built
         counts = compilation.variants["sparse" if sparse else "dense"].op_counts()

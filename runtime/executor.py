@@ -1,62 +1,246 @@
-"""Run one row plan through a program: stage after stage over a small environment of named tensors."""
+"""Run row plans through a program: stage after stage over a small environment of named tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
-from ..passes.program import MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Program, Stage, Variant
+from ..kernels.prefill import Heads, Prompts, prefill_attention
+from ..passes.pieces import CutStage, Cutter, Name, OpCall
+from ..passes.program import (
+    MODE_INPUTS,
+    PLAN_INPUTS,
+    POOL_INPUTS,
+    STORE_INPUTS,
+    Program,
+    depth_mode_input,
+)
+from .compiler import PieceCompiler
 from .kv_pool import KVPool
-from .plan import RowPlan
+from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 
 Environment = dict[str, torch.Tensor]
+RunOp = Callable[[CutStage, OpCall, tuple[Any, ...]], torch.Tensor]
+
+_MODES = {"dense": DENSE, "capture": CAPTURE, "consume": CONSUME}
+_ONE_ROW_EACH = {"query_rows": 1}  # no two rows of a decode step belong to one sequence
 
 
 class Executor:
-    """Runs plans over one pool and one store. Holds no state of its own between runs."""
+    """Runs plans over one pool and one store.
 
-    def __init__(self, program: Program, pool: KVPool, store: ReferenceStore | None) -> None:
+    Between runs it holds what rows carry that have only gone through some of the loops (`RowPlan.loops`), per seat.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        pool: KVPool,
+        store: ReferenceStore | None,
+        compiler: PieceCompiler | None = None,
+    ) -> None:
         if program.sparse and store is None:
             raise ValueError("this program captures and consumes: it needs a reference store")
         self.program = program
+        self.device = pool.device
+        self.compiler = compiler or PieceCompiler(enabled=False)
+        cutter = Cutter()
+        self.variants = {
+            name: tuple(cutter.cut(stage) for stage in variant.stages)
+            for name, variant in program.variants.items()
+        }
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
+        self.kinds = program.depth_kinds()
+        # int32 [sites of a body, loops]: what a sparse row does there
+        modes = [[_MODES[kind] for kind in row] for row in self.kinds]
+        self._modes = torch.tensor(modes, dtype=torch.int32, device=self.device)
+        self._carried: Environment = {}  # [1 + seats, ...] each
+
+    @property
+    def loops(self) -> int:
+        """Bodies that a row goes through; 1 for a program that is not rolled."""
+        return self.program.roll.repeats if self.program.roll is not None else 1
 
     @torch.no_grad()
-    def run(self, plan: RowPlan) -> torch.Tensor:
-        """The logits `[len(plan.logit_rows), vocab]` of one step, in the model's dtype; memory of its own.
+    def prefill(self, plan: RowPlan) -> torch.Tensor:
+        """The logits `[len(plan.logit_rows), vocab]` of chunks of prompts, in the model's dtype."""
+        if self.device.type != "cuda":
+            return self._through("dense", plan, _call)
 
-        The variant is the plan's `kind`; a program without sparse sites runs everything dense.
-        """
-        variant = self.variant(plan)
-        environment = self.environment(plan)
-        *layers, head = variant.stages
-        for stage in layers:
-            run_stage(stage, environment, plan)
-        if plan.logit_rows.shape[0] == 0:  # a chunk inside a prompt
-            return torch.empty(
-                0, self.program.vocabulary, dtype=self.state["k_pool"].dtype, device=plan.row_seq.device
+        def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+            q, k, v, k_pool, v_pool, block_table, row_seq, row_position, row_length, row_loop = args
+            n = call.kwargs
+            heads = Heads(
+                n["plane"] + n["plane_stride"] * cut.stage.loop, n["scale"], n["window"], n["softcap"]
             )
-        run_stage(head, environment, plan)
-        return environment["logits"][:, 0]
+            prompts = Prompts(block_table, row_seq, row_position, row_length, row_loop, plan.chunks)
+            return prefill_attention(q, k, v, k_pool, v_pool, prompts, heads)
 
-    def variant(self, plan: RowPlan) -> Variant:
-        return self.program.variants[plan.kind if self.program.sparse else "dense"]
+        return self._through("dense", plan, op)
 
-    def environment(self, plan: RowPlan) -> Environment:
+    @torch.no_grad()
+    def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
+        """The logits of a step of one row per sequence; of those rows that have been through the whole model.
+
+        captures: for each body of a run of some loops, whether a row may capture there; None takes `captures_at`.
+        """
+        if plan.loops is not None:
+            return self._some_loops(plan, self.captures_at(plan) if captures is None else captures)
+        return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
+
+    def warm_up(
+        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+    ) -> list[Callable[[], object]]:
+        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
+        counts = sorted({1, *(2 for count in rows if count > 1)})  # all others share a graph with two rows
+        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)]
+        plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
+        return [partial(run, plan) for run, plan in plans]
+
+    def save(self, seat: int) -> tuple[torch.Tensor, ...]:
+        """Copies of what the row of `seat` carries between two runs of some loops; nothing before the first."""
+        return tuple(tensor[seat].clone() for tensor in self._carried.values())
+
+    def load(self, seat: int, carried: tuple[torch.Tensor, ...]) -> None:
+        """Gives `seat` what `save` returned, perhaps of another seat."""
+        for tensor, value in zip(self._carried.values(), carried, strict=True):
+            tensor[seat].copy_(value, non_blocking=True)
+
+    def captures_at(self, plan: RowPlan) -> tuple[bool, ...]:
+        """For each body of a run of some loops: whether a row may capture there, as far as the host knows."""
+        captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
+        return tuple(
+            plan.kind != "dense"
+            and any(captures[depth + step] for depth in plan.depths if depth + step < self.loops)
+            for step in range(plan.loops or 0)
+        )
+
+    # ------------------------------------------------------------------ the whole model
+
+    def _through(self, variant: str, plan: RowPlan, op: RunOp) -> torch.Tensor:
+        environment = self._environment(plan)
+        *layers, head = self.variants[variant]
+        for cut in layers:
+            environment["row_loop"] = torch.full_like(plan.row_loop, cut.stage.loop)
+            environment |= self._run(cut, environment, op)
+        return self._logits(head, environment, plan)
+
+    def _environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""
         tokens = {"input_ids": plan.token_ids[:, None], "position_ids": plan.positions[:, None]}
-        rows = {name: getattr(plan, name) for name in (*PLAN_INPUTS, "row_slot")}
-        modes = {name: plan.mode_at(kind) for kind, name in MODE_INPUTS.items()}
-        return self.state | tokens | rows | modes
+        return self.state | tokens | _row_inputs(plan)
+
+    def _logits(self, head: CutStage, environment: Environment, plan: RowPlan) -> torch.Tensor:
+        """The head over those rows that need logits."""
+        if plan.logit_rows.shape[0] == 0:  # a chunk inside a prompt
+            dtype = self.state["k_pool"].dtype
+            return torch.empty(0, self.program.vocabulary, dtype=dtype, device=self.device)
+        names = head.stage.row_inputs
+        few = {name: environment[name].index_select(0, plan.logit_rows) for name in names}
+        return self._run(head, environment | few, _call)["logits"][:, 0]
+
+    def _run(self, cut: CutStage, environment: Environment, op: RunOp) -> Environment:
+        """The outputs of one stage by name."""
+        values: dict[str, Any] = {
+            name: environment[given] for name, given in zip(cut.inputs, cut.stage.inputs, strict=True)
+        }
+        for call, done in zip(cut.calls, cut.done, strict=True):
+            if isinstance(call, OpCall):
+                args = tuple(values[arg.name] if isinstance(arg, Name) else arg for arg in call.args)
+                values[call.output] = op(cut, call, args)
+            else:
+                inputs = [values[name] for name in call.inputs]
+                made = self.compiler(call.code, [*inputs, *call.weights])
+                values.update(zip(call.outputs, made, strict=True))
+            for name in done:
+                del values[name]
+        return dict(zip(cut.stage.outputs, (values[name] for name in cut.results), strict=True))
+
+    # ------------------------------------------------------------------ some loops of it
+
+    def _some_loops(self, plan: RowPlan, captures: tuple[bool, ...]) -> torch.Tensor:
+        """Rows start where they left off; the first stages run for rows that begin, the last for those that finish.
+
+        Raises ValueError for a program that is not rolled: it has no loop to stop at.
+        """
+        if self.program.roll is None:
+            raise ValueError(f"loops={plan.loops}: the program is not rolled, {self.program.roll_reason}")
+        prologue, body, *epilogue, head = self.variants["depth"]
+        environment = self._environment(plan)
+        active, depth = plan.row_length > 0, plan.row_loop
+        begins = active & (depth == 0)
+        environment |= self._run(prologue, environment | self._rows_at(plan, begins, 0), _call_one_row_each)
+        environment |= self._resumed(prologue, environment, plan, begins)
+        for step, captured in enumerate(captures):
+            alive = active & (depth + step < self.loops)
+            made = self._run(body, environment | self._rows_at(plan, alive, step), _call_mixed(captured))
+            for name, new in made.items():
+                environment[name] = _where(alive, new, environment[name]) if name in environment else new
+        for name, kept in self._carried.items():
+            kept.index_copy_(0, plan.row_seq.long(), environment[name])
+        finished = active & (depth + len(captures) >= self.loops)
+        for cut in epilogue:
+            rows = self._rows_at(plan, finished, 0)
+            environment |= self._run(cut, environment | rows, _call_one_row_each)
+        return self._logits(head, environment, plan)
+
+    def _resumed(
+        self, prologue: CutStage, environment: Environment, plan: RowPlan, begins: torch.Tensor
+    ) -> Environment:
+        """What the first stage made, for rows that begin; what their last run left, for the others."""
+        result = {}
+        for name in prologue.stage.outputs:
+            if name not in prologue.stage.row_outputs:
+                continue  # the same for all rows
+            fresh = environment[name]
+            if name not in self._carried:
+                self._carried[name] = fresh.new_zeros(plan.block_table.shape[0], *fresh.shape[1:])
+            result[name] = _where(begins, fresh, self._carried[name][plan.row_seq])
+        return result
+
+    def _rows_at(self, plan: RowPlan, alive: torch.Tensor, step: int) -> Environment:
+        """Plan inputs `step` bodies after the plan's start; rows that are not `alive` are padding there."""
+        rows = {name: value * alive for name, value in _row_inputs(plan).items() if name != "block_table"}
+        depth = (plan.row_loop + step) * alive
+        rows["row_loop"] = depth
+        sparse = rows["row_mode_consume"] == CONSUME
+        for number, modes in enumerate(self._modes):
+            rows[depth_mode_input(number)] = torch.where(sparse, modes[depth], rows["row_mode_consume"])
+        return rows
 
 
-def run_stage(stage: Stage, environment: Environment, plan: RowPlan) -> None:
-    """Run one stage and put its outputs into `environment`; the head sees only the rows that need logits."""
-    environment["row_loop"] = torch.full_like(plan.row_loop, stage.loop)
-    inputs = [
-        environment[name].index_select(0, plan.logit_rows) if name in stage.row_inputs else environment[name]
-        for name in stage.inputs
-    ]
-    environment.update(zip(stage.outputs, stage.module(*inputs), strict=True))
+def _row_inputs(plan: RowPlan) -> Environment:
+    """The inputs of our ops that the plan gives, as they are where a row's depth is the stage's."""
+    rows = {name: getattr(plan, name) for name in (*PLAN_INPUTS, "row_slot")}
+    return rows | {name: plan.mode_at(kind) for kind, name in MODE_INPUTS.items()}
+
+
+def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new` for the rows [T] that are true, else `old`."""
+    return torch.where(rows.view(-1, *(1 for _ in new.shape[1:])), new, old)
+
+
+def _call(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+    return call.target(*args, **call.kwargs)
+
+
+def _call_one_row_each(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+    return call.target(*args, **(call.kwargs | _ONE_ROW_EACH))
+
+
+def _call_mixed(captures: bool) -> RunOp:
+    """For the body that rows at any depth go through. captures: whether one of them may capture there."""
+    if captures:
+        return _call_one_row_each
+
+    def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+        mixed = call.target is torch.ops.sparse_compile.mixed.default
+        return call.target(*args, **(call.kwargs | _ONE_ROW_EACH | ({"captures": False} if mixed else {})))
+
+    return op

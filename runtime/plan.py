@@ -1,4 +1,4 @@
-"""Row plans: one step of the engine as flat rows, one token each."""
+"""Row plans: one run of the executor as flat rows, one token each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Literal
 
 import torch
 
+from sparse_compile.kernels.prefill import Chunk
 from sparse_compile.runtime.leases import Lease
+from sparse_compile.runtime.seats import SeatTable, to_device
 
 ProgramKind = Literal["dense", "sparse", "mixed"]
 
 INACTIVE, DENSE, CAPTURE, CONSUME = 0, 1, 2, 3  # values of row_mode
+FROM_DEVICE = -1  # a token that only the device knows yet: SeatTable.last_token of the row's seat
 
 
 class PlanError(AssertionError):
@@ -25,7 +28,7 @@ class Segment:
 
     tokens: Sequence[int]
     start: int  # position of the first token
-    pages: Sequence[int] | torch.Tensor  # of the whole sequence; int32 on the host is fastest
+    seat: int
     prefix_length: int = (
         0  # so many tokens at the beginning of the sequence see each other in both directions
     )
@@ -33,6 +36,7 @@ class Segment:
     sparse: bool = False  # the row captures and consumes, under `lease`
     lease: Lease | None = None
     wants_logits: bool = False  # the logits of the last row are needed
+    loop: int = 0  # how many bodies the row has behind it
 
     def __post_init__(self) -> None:
         if self.sparse and self.lease is None:
@@ -53,31 +57,67 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What a program needs to know about the T rows of a step. The order of the fields is fixed.
+    """What a program needs to know about the T rows of a run.
 
-    Inactive padding rows are 0 in every row_ field: they write to page 0 and slot 0 only.
+    Inactive padding rows are 0 in every column: they write to page 0 and slot 0 only.
     """
 
-    block_table: torch.Tensor  # int32 [1 + sequences, longest]; unused entries, line 0: page 0
-    row_seq: torch.Tensor  # int32 [T]: line of block_table
-    row_position: torch.Tensor  # int32 [T]: where k and v of the row are written
-    row_length: torch.Tensor  # int32 [T]: visible keys, the first of the sequence; 0: inactive row
-    row_loop: torch.Tensor  # int32 [T]: loop depth at which the step starts the row
-    row_slot: torch.Tensor  # int32 [T]: slot of the reference store; 0: dummy
-    row_mode: torch.Tensor  # int32 [T]: 0 inactive, 1 dense, 3 sparse; a site's own: mode_at(site.kind)
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]: row_position for the model
+    block_table: torch.Tensor  # int32 [1 + seats, pages]: the seat table's own; line 0 is page 0
+    packed: torch.Tensor  # int32 [7, T]: ROW_FIELDS, then the token
     logit_rows: torch.Tensor  # int64 [n]: rows whose logits are needed, in the order of the segments
     kind: ProgramKind  # the program variant that runs it: what all active rows are, or "mixed"
     max_length: int  # visible keys of the longest row, known to the host
     leases: tuple[Lease, ...]  # of the sparse rows, in the order of the rows
+    chunks: tuple[Chunk, ...] = ()  # one per segment
+    loops: int | None = None  # bodies to run from each row's depth on; None: the whole model, from its start
+    depths: frozenset[int] = frozenset({0})  # row_loop of the active rows, known to the host
 
     ROW_FIELDS = ("row_seq", "row_position", "row_length", "row_loop", "row_slot", "row_mode")
 
     @property
     def rows(self) -> int:
         """T, padding included."""
-        return self.token_ids.shape[0]
+        return self.packed.shape[1]
+
+    @property
+    def row_seq(self) -> torch.Tensor:
+        """int32 [T]: line of block_table."""
+        return self.packed[0]
+
+    @property
+    def row_position(self) -> torch.Tensor:
+        """int32 [T]: where k and v of the row are written."""
+        return self.packed[1]
+
+    @property
+    def row_length(self) -> torch.Tensor:
+        """int32 [T]: visible keys, the first of the sequence; 0: inactive row."""
+        return self.packed[2]
+
+    @property
+    def row_loop(self) -> torch.Tensor:
+        """int32 [T]: loop depth at which the run starts the row."""
+        return self.packed[3]
+
+    @property
+    def row_slot(self) -> torch.Tensor:
+        """int32 [T]: slot of the reference store; 0: dummy."""
+        return self.packed[4]
+
+    @property
+    def row_mode(self) -> torch.Tensor:
+        """int32 [T]: 0 inactive, 1 dense, 3 sparse; a site's own: mode_at(site.kind)."""
+        return self.packed[5]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int64 [T]"""
+        return self.packed[6].long()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: row_position for the model."""
+        return self.packed[1].long()
 
     def mode_at(self, kind: str) -> torch.Tensor:
         """row_mode at a site of `kind`: a sparse row is a capture row (2) at "capture", a consume row (3) at
@@ -91,10 +131,10 @@ class RowPlan:
         """Raises PlanError when the plan contradicts itself or the pools. Reads the device: for debugging and
         tests.
         """
-        for name in self.ROW_FIELDS:
-            _require(getattr(self, name).dtype == torch.int32, f"{name} must be int32")
-            _require(getattr(self, name).shape == (self.rows,), f"{name} must have {self.rows} rows")
+        _require(self.packed.dtype == torch.int32, "packed must be int32")
+        _require(self.packed.shape[0] == 7, f"packed must have 7 columns, it has {self.packed.shape[0]}")
         _require(bool((self.row_length >= 0).all()), "row_length must not be negative")
+        _require(bool((self.token_ids >= 0).all()), "token_ids must not be negative")
         longest = int(self.row_length.max()) if self.rows else 0
         _require(
             self.max_length >= longest, f"max_length={self.max_length} is below the longest row, {longest}"
@@ -108,11 +148,16 @@ class RowPlan:
         _require(
             bool((self.row_length.cpu() <= reach).all()), "row_length must stay within the sequence's pages"
         )
+        self._validate_rows(slots)
+
+    def _validate_rows(self, slots: int) -> None:
         active = self.row_length > 0
         _require(bool((active == (self.row_mode > 0)).all()), "row_mode must be 0 exactly on inactive rows")
         _require(bool((self.row_position < self.row_length)[active].all()), "a row must see its own key")
         _require(not self.row_position[~active].any(), "inactive rows must write to position 0")
         _require(not self.row_seq[~active].any(), "inactive rows must belong to the dummy sequence")
+        depths = set(self.row_loop[active].tolist())
+        _require(depths <= self.depths, f"row_loop holds {sorted(depths)}, depths={sorted(self.depths)}")
         sparse = self.row_mode == CONSUME
         _require(bool((sparse == (self.row_slot > 0)).all()), "exactly the sparse rows must have a slot")
         _require(bool((self.row_slot < slots).all()), f"row_slot must stay in {slots} slots")
@@ -123,52 +168,70 @@ class RowPlan:
 
 
 class PlanBuilder:
-    """Builds plans on the host and puts them on the device of the pools."""
+    """Builds plans on the host and puts them on the device of the seat table."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
+    def __init__(self, seats: SeatTable) -> None:
+        self.seats = seats
 
-    def build(self, segments: Sequence[Segment], pad_to: int = 0) -> RowPlan:
+    def build(self, segments: Sequence[Segment], pad_to: int = 0, loops: int | None = None) -> RowPlan:
         """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all."""
         columns: list[tuple[int, ...]] = []  # ROW_FIELDS, then the token
         logit_rows: list[int] = []
-        for line, segment in enumerate(segments, start=1):
-            columns.extend(_rows_of(segment, line))
+        chunks: list[Chunk] = []
+        for segment in segments:
+            chunks.append(
+                Chunk(len(columns), len(segment.tokens), segment.seat, segment.start, segment.prefix_length)
+            )
+            columns.extend(_rows_of(segment))
             if segment.wants_logits:
                 logit_rows.append(len(columns) - 1)
         columns.extend([(0,) * 7] * (pad_to - len(columns)))
-        table = torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(-1, 7)
-        narrow = table[:, :6].to(torch.int32)
-        row_fields = {name: self._put(narrow[:, i].contiguous()) for i, name in enumerate(RowPlan.ROW_FIELDS)}
         return RowPlan(
-            block_table=self._put(_block_table(segments)),
-            **row_fields,
-            token_ids=self._put(table[:, 6].contiguous()),
-            positions=self._put(table[:, 1].contiguous()),
+            block_table=self.seats.block_table,
+            packed=self._pack(columns, any(FROM_DEVICE in segment.tokens for segment in segments)),
             logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64, device="cpu")),
             kind=_kind(segments),
             max_length=max((row[2] for row in columns), default=0),
             leases=tuple(segment.lease for segment in segments if segment.sparse and segment.lease),
+            chunks=tuple(chunks),
+            loops=loops,
+            depths=frozenset(segment.loop for segment in segments) or frozenset({0}),
         )
 
+    def _pack(self, columns: list[tuple[int, ...]], from_device: bool) -> torch.Tensor:
+        table = torch.tensor(columns, dtype=torch.int32, device="cpu").reshape(-1, 7)
+        # A copy, so that the strides are those of a fresh tensor for one row too: compiled pieces are particular.
+        packed = self._put(table.t().clone(memory_format=torch.contiguous_format))
+        if from_device:
+            known = self.seats.last_token[packed[0]].to(torch.int32)
+            packed[6] = torch.where(packed[6] == FROM_DEVICE, known, packed[6])
+        return packed
+
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return to_device(tensor, self.seats.device)
 
 
-def _rows_of(segment: Segment, line: int) -> Iterator[tuple[int, ...]]:
+def padding_plan(
+    block_table: torch.Tensor, rows: int, kind: ProgramKind, max_length: int = 0, loops: int | None = None
+) -> RowPlan:
+    """A plan of inactive rows, each with logits: to compile and to capture over."""
+    device = block_table.device
+    return RowPlan(
+        block_table=block_table,
+        packed=torch.zeros(7, rows, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        kind=kind,
+        max_length=max_length,
+        leases=(),
+        loops=loops,
+    )
+
+
+def _rows_of(segment: Segment) -> Iterator[tuple[int, ...]]:
     """(row_seq, row_position, row_length, row_loop, row_slot, row_mode, token) of each row."""
     slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)
     for token, (position, length) in zip(segment.tokens, segment.rows(), strict=True):
-        yield line, position, length, 0, slot, mode, token
-
-
-def _block_table(segments: Sequence[Segment]) -> torch.Tensor:
-    """int32 [1 + sequences, pages of the longest], page 0 where a sequence has no page."""
-    width = max((len(segment.pages) for segment in segments), default=1)
-    table = torch.zeros((1 + len(segments), width), dtype=torch.int32, device="cpu")
-    for line, segment in zip(table[1:], segments, strict=True):
-        line[: len(segment.pages)] = torch.as_tensor(segment.pages, dtype=torch.int32, device="cpu")
-    return table
+        yield segment.seat, position, length, segment.loop, slot, mode, token
 
 
 def _kind(segments: Sequence[Segment]) -> ProgramKind:

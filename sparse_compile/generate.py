@@ -14,7 +14,7 @@ from sparse_compile.arguments import refuse_arguments, refuse_settings, refuse_u
 from sparse_compile.errors import ArgumentError
 from sparse_compile.inputs import Prompts, read_prompts
 from sparse_compile.outputs import GenerateOutput, RowResult, join_sequences, stack_steps
-from sparse_compile.progress import ProgressCallback, TokenProgress
+from sparse_compile.progress import ProgressCallback, WorkProgress
 from sparse_compile.runtime.request import StepOutput
 from sparse_compile.sampling import Callbacks, Resolved, build_params, plan_lengths, resolve
 from sparse_compile.session import EngineRequest, SessionKeeper
@@ -147,7 +147,7 @@ def _collect(
     try:
         if streamer is not None:
             streamer.put(call.prompts.input_ids.cpu())
-        with TokenProgress(call.most_tokens, progress) as bar:
+        with WorkProgress(call.most_tokens, progress) as bar:
             for row, output in outputs:
                 rows[row].add(output, call.keep_scores, call.keep_logits)
                 if streamer is not None:

@@ -17,17 +17,22 @@ _QUIET_SECONDS = 2.0
 _LINE_SECONDS = 10.0  # between lines where stderr is no terminal
 
 
-class TokenProgress:
-    """Counts the tokens of a call; `total` shrinks when a row ends early.
+class WorkProgress:
+    """Counts the tokens of a call, or other units of work; `total` shrinks when a row ends early.
 
     mode: True shows a bar on a terminal and otherwise a line now and then, None only a bar on a terminal,
     False nothing. A callable replaces all that: it is called with (done, total) after each token.
     """
 
     def __init__(
-        self, total: int, mode: bool | ProgressCallback | None, quiet: float = _QUIET_SECONDS
+        self,
+        total: int,
+        mode: bool | ProgressCallback | None,
+        quiet: float = _QUIET_SECONDS,
+        verb: str = "generating",
+        unit: str = "tokens",
     ) -> None:
-        self.done, self.total = 0, total
+        self.done, self.total, self.verb, self.unit = 0, total, verb, unit
         self._callback = mode if callable(mode) else None
         self._terminal = sys.stderr.isatty()
         self._shown = self._callback is None and (self._terminal if mode is None else bool(mode))
@@ -35,7 +40,7 @@ class TokenProgress:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
-    def __enter__(self) -> TokenProgress:
+    def __enter__(self) -> WorkProgress:
         return self
 
     def __exit__(
@@ -45,7 +50,7 @@ class TokenProgress:
             self._bar.stop()
 
     def advance(self, skipped: int = 0) -> None:
-        """One token more; `skipped` tokens will not come, because the row has ended."""
+        """One unit more; `skipped` of them will not come, because the row has ended."""
         self.done += 1
         self.total -= skipped
         if self._callback is not None:
@@ -60,21 +65,21 @@ class TokenProgress:
             self._open_bar()
             return
         self._next_line = time.monotonic() + _LINE_SECONDS
-        print(f"generating: {self.done} of at most {self.total} tokens", file=sys.stderr, flush=True)
+        print(f"{self.verb}: {self.done} of at most {self.total} {self.unit}", file=sys.stderr, flush=True)
 
     def _open_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
-            TextColumn("generating"),
+            TextColumn(self.verb),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens"),
+            TextColumn(self.unit),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
             redirect_stdout=False,  # or rich would hold what others print, and move it to stderr
         )
-        self._task = self._bar.add_task("generating", total=self.total, completed=self.done)
+        self._task = self._bar.add_task(self.verb, total=self.total, completed=self.done)
         self._bar.start()

@@ -13,12 +13,14 @@ import torch
 
 from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
+from sparse_compile.progress import ProgressCallback, WorkProgress
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Engine
+    from sparse_compile.runtime.plan import ProgramKind
     from sparse_compile.runtime.request import SamplingParams, StepOutput
 
-MakeEngine = Callable[[int, int], "Engine"]
+MakeEngine = Callable[..., "Engine"]  # (rows, context, pool_tokens=None)
 
 # When a call needs more rows or more context than the engine has, both grow, unless that would reserve more
 # than this times the memory that the larger of the two calls needs by itself.
@@ -65,6 +67,19 @@ class Session:
                     yield rows[output.request_id], output
         finally:
             self._forget(rows, open_ids)
+
+    def warm_up(self, progress: bool | ProgressCallback | None) -> None:
+        """Run whatever compiles or captures, for every number of rows that the engine takes."""
+        options, seats = self.engine.options, self.engine.plans.seats
+        kinds: list[ProgramKind] = ["dense"]
+        if options.retention is not None:
+            kinds += ["sparse", "mixed"] if options.dense_below else ["sparse"]
+        with self._lock, _plain_tensors():
+            steps = self.engine.executor.warm_up(range(1, self.rows + 1), seats.block_table, kinds)
+            with WorkProgress(len(steps), progress, verb="warming up", unit="steps") as bar:
+                for step in steps:
+                    step()
+                    bar.advance()
 
     def _submit(self, request: EngineRequest) -> str:
         name = self.engine.add_request(request.prompt, request.params)

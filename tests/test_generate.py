@@ -424,13 +424,13 @@ def test_progress_can_be_replaced(model: Any) -> None:
 
 
 def test_progress_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    from sparse_compile.progress import TokenProgress
+    from sparse_compile.progress import WorkProgress
 
-    with TokenProgress(3, True, quiet=0) as bar:
+    with WorkProgress(3, True, quiet=0) as bar:
         bar.advance()
         bar.advance()
     assert capsys.readouterr().err == "generating: 1 of at most 3 tokens\n"
-    with TokenProgress(3, None, quiet=0) as bar:
+    with WorkProgress(3, None, quiet=0) as bar:
         bar.advance()
     assert capsys.readouterr().err == ""
 
@@ -444,7 +444,9 @@ class _Listener:
 def test_no_progress_beside_a_streamer_unless_asked_for(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparse_compile.progress.TokenProgress.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr(
+        "sparse_compile.progress.WorkProgress.__init__.__defaults__", (0.0, "generating", "tokens")
+    )
     compiled, _ = compiled_llama(model, progress=True)
     compiled.generate(**SOLO, max_new_tokens=2)
     assert "generating: 1 of at most 2 tokens" in capsys.readouterr().err
@@ -457,11 +459,11 @@ def test_no_progress_beside_a_streamer_unless_asked_for(
 def test_what_is_printed_under_a_bar_stays_on_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sparse_compile.progress import TokenProgress
+    from sparse_compile.progress import WorkProgress
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with TokenProgress(3, True, quiet=0) as bar:
+    with WorkProgress(3, True, quiet=0) as bar:
         bar.advance()
         print("half a line", end="", flush=True)
         assert capsys.readouterr().out == "half a line"

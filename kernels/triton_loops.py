@@ -1,0 +1,147 @@
+"""The loops over keys of the attention kernel: scores, soft-max, weighted values of one unit of keys.
+
+Scores and sums are float32. A page table entry is loaded one step ahead of the keys that it leads to.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product
+
+STORE_PAIR = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def soft_cap(s, cap):
+    """cap * tanh(s / cap), by the exponential that every backend has."""
+    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def add_bias(s, bias, line, n, ok):
+    """s [BM, BN] plus the bias of the keys n [BN] for the queries whose lines start at `line` [BM]."""
+    return s + tl.load(bias + line[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
+    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD])."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = finite_or_zero(m_new)
+    alpha = tl.exp2((m - m_safe) * LOG2E)
+    p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(p.to(v.dtype), v, PRECISION)
+
+
+@triton.jit
+def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Keep s [BM, BN] where `wanted`, at line [BM] + n [BN], both int32.
+
+    Triton would move the whole padded tile to where a store of rows likes it. ASSEMBLY stores straight from where the
+    product left it, two neighbouring columns at a time: columns come in pairs, and lines have an even size.
+    """
+    if ASSEMBLY:
+        even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
+        first, _ = tl.split(tl.reshape(n, [BN // 2, 2]))
+        mask, _ = tl.split(tl.reshape(wanted.to(tl.int32), [BM, BN // 2, 2]))
+        at = scores + line[:, None] + first[None, :]
+        tl.inline_asm_elementwise(
+            STORE_PAIR, "=r,l,f,f,r", [at.to(tl.int64, bitcast=True), even, odd, mask], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(scores + line[:, None] + n[None, :], s, mask=wanted)
+
+
+@triton.jit
+def score(
+    q_tile, k, n, end, first_m, length_m, scale, cap, bias, bias_m,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(s [BM, BN], seen [BM, BN]): scores of the keys n [BN], and which of them each query sees."""
+    s = product(q_tile, tl.trans(k), PRECISION) * scale
+    if HAS_CAP:
+        s = soft_cap(s, cap)
+    seen = (n < end)[None, :] & (n[None, :] < length_m[:, None])
+    if HAS_BIAS:
+        s = add_bias(s, bias, bias_m, n, seen)
+    if HAS_WINDOW:
+        seen = seen & (n[None, :] >= first_m[:, None])
+    return s, seen
+
+
+@triton.jit
+def attend_kept(
+    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap, live,
+    bias, bias_m, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    e = tl.arange(0, BK)
+    for e0 in tl.range(start, end, BK, num_stages=STAGES):
+        ok = e0 + e < end
+        n = tl.load(kept_line + e0 + e, mask=ok, other=0)
+        page = page_of(table_row, n, ok, PAGE)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
+        if HAS_CAP:
+            s = soft_cap(s, cap)
+        if HAS_BIAS:
+            s = add_bias(s, bias, bias_m, n, live[:, None] & ok[None, :])
+        m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def attend_all(
+    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
+    scores, line_m, captured, bias, bias_m,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys start .. end - 1: (m [BM], l [BM], acc [BM, BD])."""
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    offset = tl.arange(0, BN)
+    # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
+    page = page_of(table_row, start + offset, start + offset < end, PAGE)
+    for n0 in tl.range(start, end, BN, num_stages=STAGES):
+        n = n0 + offset
+        ok = n < end
+        page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        s, seen = score(
+            q_tile,
+            k,
+            n,
+            end,
+            first_m,
+            length_m,
+            scale,
+            cap,
+            bias,
+            bias_m,
+            HAS_CAP,
+            HAS_WINDOW,
+            HAS_BIAS,
+            PRECISION,
+        )
+        if CAPTURES:
+            if captured:
+                store_scores(scores, line_m, n, s, seen, ASSEMBLY, BM, BN)
+        m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
+        page = page_next
+    return m, l, acc

@@ -1,0 +1,97 @@
+"""What the attention and the selection kernels share: sizes of units, addresses, products, and the merge of units."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.constexpr):
+    """Keys per unit: MIN_UNIT, or as many STEPs as MAX_UNITS need to cover `length`."""
+    return tl.maximum(MIN_UNIT, tl.cdiv(tl.cdiv(length, MAX_UNITS), STEP) * STEP)
+
+
+@triton.jit
+def page_of(table_row, n, ok, PAGE: tl.constexpr):
+    """int32 [BN]: pages of the keys n [BN]; page 0 for entries that are not `ok`."""
+    return tl.load(table_row + n // PAGE, mask=ok, other=0)
+
+
+@triton.jit
+def load_keys(pool, base, page, n, ok, d, d_ok, PAGE: tl.constexpr, pool_page, pool_token):
+    """Rows n of one plane of a pool: [BN, BD], zeros where not `ok`. `base` is one head's place, or one per key."""
+    at = base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token  # int64 [BN]
+    mask = ok[:, None] & d_ok[None, :]
+    return tl.load(pool + at[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b in float32. PRECISION "upcast" widens first: Triton's interpreter cannot multiply bfloat16."""
+    if PRECISION == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def finite_or_zero(m):
+    """A maximum to subtract from scores: 0 where there was none."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def pair_weights(m_a, m_b):
+    """(m, a, b): the maximum of two partial results and what each counts under it."""
+    m = tl.maximum(m_a, m_b)
+    safe = finite_or_zero(m)
+    return m, tl.exp2((m_a - safe) * LOG2E), tl.exp2((m_b - safe) * LOG2E)
+
+
+@triton.jit
+def weighted(x_a, a, x_b, b):
+    """x_a * a + x_b * b with one rounding order: the compiler cannot contract it in another way elsewhere."""
+    return tl.fma(x_a, a, x_b * b)
+
+
+@triton.jit
+def merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b):
+    """Two partial results (m [X], l [X], acc [X, BD]) as one: the same bits in registers as in `merge_units`."""
+    m, a, b = pair_weights(m_a, m_b)
+    return m, weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
+
+
+@triton.jit
+def load_units(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
+    """Partial results (m [P], l [P], acc [P, BD]) at the int64 places `slot` [P]; nothing where not `live`."""
+    m = tl.load(part_m + slot, mask=live, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(part_l + slot, mask=live, other=0.0, cache_modifier=".cg")
+    lines = slot[:, None] * BD + d[None, :]
+    return m, l, tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def merge_units(
+    part_acc, part_m, part_l, at, units, d, PAIR: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr
+):
+    """One (row, head) from its partial results: (sum [BD], m, l).
+
+    Units are merged two by two, then the pairs in order. With PAIR the programs have merged the pairs themselves and
+    left one result for each; both ways make the same bits.
+    """
+    pair = tl.arange(0, SLOTS // 2)
+    slot = at * SLOTS + pair
+    if PAIR:
+        m, l, acc = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
+    else:
+        slot += pair
+        m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
+        m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, 2 * pair + 1 < units, d, BD)
+        m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
+    top = tl.max(m, 0)
+    w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
+    # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.
+    return tl.sum(tl.fma(acc, w[:, None], 0.0), 0), top, tl.sum(tl.fma(l, w, 0.0), 0)

@@ -1,0 +1,105 @@
+"""Decode steps from CUDA graphs: the same bits as without, whatever the rows are. Most of it needs CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_compile import sparse_compile
+from sparse_compile.models import tiny_model
+from sparse_compile.runtime.graphs import BucketKey, GraphExecutor
+from sparse_compile.runtime.plan import PlanBuilder, Segment
+from sparse_compile.runtime.seats import SeatTable
+
+LENGTHS = (3, 17, 40)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 270, (length,), generator=generator) for length in lengths]
+
+
+def generate(compiled: object, rows: list[torch.Tensor], new: int = 24) -> list[list[int]]:
+    out = []
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
+    out = compiled.generate(  # type: ignore[attr-defined]
+        input_ids=ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=new, do_sample=False, progress=False
+    )
+    return out[:, width:].tolist()
+
+
+class FakeInner:
+    """As much of an executor as the keys need."""
+
+    loops = 4
+
+    def captures_at(self, plan: object) -> tuple[bool, ...]:
+        return (True,) * (plan.loops or 0)  # type: ignore[attr-defined]
+
+
+def plan_of(lengths: tuple[int, ...], loops: int | None = None) -> object:
+    seats = SeatTable(8, 512, "cpu")
+    segments = [Segment([1], length - 1, seats.take([1])) for length in lengths]
+    return PlanBuilder(seats).build(segments, loops=loops)
+
+
+def test_the_key_covers_rows_width_kind_and_depths() -> None:
+    graphs = GraphExecutor(FakeInner(), page_size=16, rows=(1, 2, 4))  # type: ignore[arg-type]
+    assert graphs.key(plan_of((5,))) == BucketKey(1, "dense", 64)
+    assert graphs.key(plan_of((5, 1024, 7))) == BucketKey(4, "dense", 64)
+    assert graphs.key(plan_of((5, 1025))) == BucketKey(2, "dense", 128)
+    assert graphs.key(plan_of((8192,))) == BucketKey(1, "dense", 512)
+    assert graphs.key(plan_of((5,), loops=2)) == BucketKey(1, "mixed", 64, 2, (True, True))
+    assert graphs.key(plan_of((1, 2, 3, 4, 5))) is None
+    assert graphs.widths(512) == [64, 128, 256, 512]
+    assert graphs.widths(500) == [64, 128, 256, 500]
+    assert graphs.widths(40) == [40]
+    assert [key.rows for key in graphs.keys([1, 3], 64, ["dense"])] == [4, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+def test_graphs_change_no_bits(name: str, retention: float, inductor: bool) -> None:
+    model = tiny_model(name).cuda()
+    options = {"key_retention": retention, "page_size": 4, "inductor": inductor, "dense_below": 0}
+    plain = sparse_compile(model, cuda_graphs=False, **options)
+    graphed = sparse_compile(model, cuda_graphs=True, **options)
+    assert generate(graphed, prompts()) == generate(plain, prompts())
+    assert graphed.engine.executor.buckets
+    for row in prompts():  # other buckets, shorter and longer than what ran before
+        assert generate(graphed, [row]) == generate(plain, [row])
+    graphed.engine.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
+def test_on_the_gpu_dense_equals_transformers(name: str) -> None:
+    model = tiny_model(name).cuda()
+    compiled = sparse_compile(model, key_retention=1.0)
+    for row in prompts():
+        own = model.generate(row[None].cuda(), max_new_tokens=24, do_sample=False)[:, len(row) :].tolist()
+        assert generate(compiled, [row]) == own
+
+
+@pytest.mark.gpu
+def test_rows_beyond_the_plan_touch_only_the_dummies() -> None:
+    compiled = sparse_compile(tiny_model("ouro").cuda(), key_retention=0.3, page_size=4, dense_below=0)
+    generate(compiled, prompts())
+    engine = compiled.engine
+    executor, pool, store = engine.executor, engine.pool, engine.store
+    (key, bucket), *_ = [pair for pair in executor.buckets.items() if pair[0].rows == 4]
+    before = [tensor.clone() for tensor in (pool.k_pool, pool.v_pool, store.index, store.count, store.o_ref)]
+    bucket.plan.packed.zero_()
+    bucket.graph.replay()
+    after = (pool.k_pool, pool.v_pool, store.index, store.count, store.o_ref)
+    for old, new in zip(before[:2], after[:2], strict=True):
+        assert torch.equal(old[:, 1:].nan_to_num(), new[:, 1:].nan_to_num())
+    for old, new in zip(before[2:], after[2:], strict=True):
+        assert torch.equal(old[1:].nan_to_num(), new[1:].nan_to_num())
+    assert key.kind in ("sparse", "mixed", "dense")
