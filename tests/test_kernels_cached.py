@@ -107,9 +107,17 @@ def test_equals_the_formulas(
     assert_equals_the_formulas(implementation, biased, rows, keys, retention, seed)
 
 
-@pytest.mark.parametrize(("biased", "rows", "keys"), [(0, 2, 33), (1, 1, 1), (6, 2, 40)])
+@pytest.mark.parametrize(("biased", "rows", "keys"), [(0, 2, 33), (1, 1, 1), (6, 2, 70)])
 @needs_interpreter
-def test_triton_equals_the_formulas(biased: int, rows: int, keys: int) -> None:
+def test_triton_equals_the_formulas(
+    monkeypatch: pytest.MonkeyPatch, biased: int, rows: int, keys: int
+) -> None:
+    """Small units, so that a row crosses them, and the sink joins what they are merged to."""
+    from sparse_compile.kernels import triton_backend
+    from sparse_compile.kernels.triton_tuning import Tiles
+
+    small = Tiles(block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2)
+    monkeypatch.setattr(triton_backend, "tiles_for", lambda attention: small)
     assert_equals_the_formulas("triton", biased, rows, keys, "0.3", 3)
 
 
