@@ -1,12 +1,12 @@
 """What capture adds to the dense kernel: the retained set, its mass, and C_ref.
 
-`threshold_kernel` finds, for one (row, head), the cut that `keep` scores reach, by narrowing a bracket of sortable
-integers (their order is that of the floats), and counts per slice of keys how many retained keys come before it.
-`retain_kernel` then works on all slices at once: each program writes the retained positions of its slices, in
-ascending order, gathers their values, and reduces weights exp(s - max) and weighted values; the last one of a
-(row, head) to arrive adds the parts up in order of the slices. Ties go to the lowest positions.
+One program selects for one (row, head), with all scores in registers where they fit. It finds the cut that `keep`
+scores reach, by narrowing a bracket of sortable integers (their order is that of the floats); writes the retained
+positions in ascending order, ties going to the lowest; and sums the retained values. Of those, attention has left sums
+over the keys above a guessed cut (see `triton_guesses`): the keys between guess and cut are listed as well, and only
+their values are read. Where guesses miss by more keys than are retained, the retained ones are read themselves.
 
-Mirrors `reference.capture`.
+Mirrors `reference.capture`. No bit depends on how many warps share the work, which follows from the block table.
 """
 
 from __future__ import annotations
@@ -14,23 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import LOG2E, load_keys, page_of, product, unit_size
-
-LOWEST = tl.constexpr(-2147483648)
-HIGHEST = tl.constexpr(2147483647)
-
-
-@triton.jit
-def sortable(s):
-    """float32 -> int32 whose signed order is the order of the floats; -0.0 and 0.0 become one."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def unsortable(key):
-    """The inverse of `sortable`."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+from .triton_guesses import choose_guesses, sum_guesses
+from .triton_parts import (
+    HIGHEST,
+    LOG2E,
+    LOWEST,
+    load_keys,
+    page_of,
+    product,
+    sortable,
+    unit_layout,
+    unsortable,
+)
 
 
 @triton.jit
@@ -127,121 +122,123 @@ def find_cut(
 
 
 @triton.jit
-def write_places(
-    places, line, key, slice0, slices, cut, ties, above, equal, keep, NB: tl.constexpr, SLICE: tl.constexpr
-):
-    """Places [2, line] of the slices in key [NB]: where each begins in the retained list, and the ties left for it.
+def mark(
+    key, n, length, cut, ties, equal, best, unit_bits, GUESSES: tl.constexpr
+):  # fmt: skip
+    """(retained, fix) of the keys n [NB]: which are retained, and which of them the guesses are wrong about.
 
-    `above` and `equal` count what earlier slices hold; returned with this block's added.
+    `equal` keys before these are equal to `cut - 1`.
     """
-    COUNT: tl.constexpr = NB // SLICE
-    # Both counts of a slice fit one integer: a reduction less.
-    marks = (key >= cut).to(tl.int32) + ((key == cut - 1).to(tl.int32) << 16)
-    both = tl.sum(tl.reshape(marks, [COUNT, SLICE]), 1)  # [COUNT]
-    own_above, own_equal = both & 0xFFFF, both >> 16
-    before_above = above + tl.cumsum(own_above, 0) - own_above
-    before_equal = equal + tl.cumsum(own_equal, 0) - own_equal
-    j = slice0 + tl.arange(0, COUNT)
-    begin = tl.minimum(before_above + tl.minimum(before_equal, ties), keep)
-    tl.store(places + j, begin, mask=j < slices)
-    tl.store(places + line + j, tl.maximum(ties - before_equal, 0), mask=j < slices)
-    return above + tl.sum(own_above, 0), equal + tl.sum(own_equal, 0)
+    retained = key >= cut
+    if ties > equal:
+        same = key == cut - 1
+        retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
+    fix = retained
+    if GUESSES > 0:
+        guess = tl.load(best + (n >> unit_bits), mask=n < length, other=HIGHEST)
+        fix = retained != (key >= guess)
+    return retained, fix
 
 
 @triton.jit
-def threshold_row(
-    scores_row, places, line, cuts, top, length, keep, quantile,
-    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, SLICE: tl.constexpr,
+def count_fixes(
+    scores_row, length, key, cut, ties, best, unit_bits,
+    GUESSES: tl.constexpr, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """The cut and the places of one row, in blocks of NB scores."""
+    """About how many keys of a row its guesses are wrong; `mark` of all blocks."""
+    n = tl.arange(0, NB)
+    _, fix = mark(key, n, length, cut, ties, 0, best, unit_bits, GUESSES)
+    fixes = tl.sum(fix.to(tl.int32), 0)
+    if not IN_REGISTERS:
+        equal = tl.sum((key == cut - 1).to(tl.int32), 0)
+        for n0 in range(NB, length, NB):
+            other = load_sortable(scores_row, n0 + n, length)
+            _, fix = mark(other, n0 + n, length, cut, ties, equal, best, unit_bits, GUESSES)
+            fixes += tl.sum(fix.to(tl.int32), 0)
+            equal += tl.sum((other == cut - 1).to(tl.int32), 0)
+    return fixes
+
+
+@triton.jit
+def write_marked(kept_line, fix_line, n, retained, fix, above, before, room, guessed):
+    """Write retained positions behind `above` others, and those to fix behind `before` others."""
+    both = tl.cumsum(retained.to(tl.int32) + (fix.to(tl.int32) << 16), 0)  # two counts in one scan
+    place = above + (both & 0xFFFF) - 1
+    tl.store(kept_line + place, n, mask=retained & (place < room))
+    if guessed:
+        place = before + ((both >> 16) & 0xFFFF) - 1
+        tl.store(fix_line + place, n, mask=fix & (place < room))
+
+
+@triton.jit
+def select_row(
+    scores_row, kept_line, fix_line, guess_stats, best, at, top, length, keep, room, quantile, units, unit_bits,
+    GUESSES: tl.constexpr, SLOTS: tl.constexpr, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """List the retained keys of one row, and those to fix. (cut, number of fixes: -1 where guesses do not help)."""
     n = tl.arange(0, NB)
     key = load_sortable(scores_row, n, length)
     cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
-    slices = tl.cdiv(length, SLICE)
-    above, equal = write_places(places, line, key, 0, slices, cut, ties, 0, 0, keep, NB, SLICE)
+    fixes = tl.full((), -1, tl.int32)
+    if GUESSES > 0:
+        choose_guesses(guess_stats, best, at, units, cut, GUESSES, SLOTS)
+        tl.debug_barrier()
+        fixes = count_fixes(scores_row, length, key, cut, ties, best, unit_bits, GUESSES, IN_REGISTERS, NB)
+        fixes = tl.where(fixes < room, fixes, -1)
+    retained, fix = mark(key, n, length, cut, ties, 0, best, unit_bits, GUESSES)
+    write_marked(kept_line, fix_line, n, retained, fix, 0, 0, room, fixes >= 0)
     if not IN_REGISTERS:
+        above, before = tl.sum(retained.to(tl.int32), 0), tl.sum(fix.to(tl.int32), 0)
+        equal = tl.sum((key == cut - 1).to(tl.int32), 0)
         for n0 in range(NB, length, NB):
             key = load_sortable(scores_row, n0 + n, length)
-            above, equal = write_places(
-                places, line, key, n0 // SLICE, slices, cut, ties, above, equal, keep, NB, SLICE
-            )
-    tl.store(places + slices, keep)
-    tl.store(cuts, cut)
-
-
-@triton.jit(do_not_specialize=["line", "numerator", "denominator"])
-def threshold_kernel(
-    scores, stats, row_length, row_mode, cuts, places, scores_s, line, numerator, denominator, quantile,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    SLICE: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H], places [T * H, 2, line].
-
-    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
-    """
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(row_length + row)
-    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    if wanted & (length > 0):
-        at = row * HEADS + head
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
-        top = sortable(tl.load(stats + at * 2))
-        own, place, cut = scores + at * scores_s, places + at * 2 * line, cuts + at
-        if length <= SMALL:
-            threshold_row(own, place, line, cut, top, length, keep, quantile, True, SMALL, SLICE)
-        elif NB > SMALL:
-            if PASSES and length > NB:
-                threshold_row(own, place, line, cut, top, length, keep, quantile, False, NB, SLICE)
-            else:
-                threshold_row(own, place, line, cut, top, length, keep, quantile, True, NB, SLICE)
+            retained, fix = mark(key, n0 + n, length, cut, ties, equal, best, unit_bits, GUESSES)
+            write_marked(kept_line, fix_line, n0 + n, retained, fix, above, before, room, fixes >= 0)
+            above += tl.sum(retained.to(tl.int32), 0)
+            before += tl.sum(fix.to(tl.int32), 0)
+            equal += tl.sum((key == cut - 1).to(tl.int32), 0)
+    return cut, fixes
 
 
 @triton.jit
-def write_kept(scores_row, kept_line, places, line, cut, j, length, room, SLICE: tl.constexpr):
-    """Write the retained positions of slice j to their places in the retained list."""
-    n = j * SLICE + tl.arange(0, SLICE)
-    begin, ties = tl.load(places + j), tl.load(places + line + j)
-    key = load_sortable(scores_row, n, length)
-    chosen = key >= cut
-    if ties > 0:
-        same = key == cut - 1
-        chosen = chosen | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
-    place = begin + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(kept_line + place, n, mask=chosen & (place < room))
-
-
-@triton.jit
-def reduce_kept(
-    scores_row, maximum, kept_line, v_pool, base, table_row, start, end, d, d_ok, pool_page, pool_token,
-    PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+def sum_listed(
+    scores_row, maximum, list_line, entries, best, unit_bits, guessed, v_pool, base, table_row, d, d_ok, pool_page,
+    pool_token, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(sum of weighted values [BD], sum of weights) of entries start .. end - 1 of a retained list.
+    """(sum of weighted values [BD], sum of weights) of listed keys; what a guess holds too much counts negative.
 
     A float32 weight is split into two of the values' dtype, so that C_ref loses nothing to their rounding; the padded
-    rows of the matrix product make this free.
+    rows of the matrix product make this free. A product with ones sums the weights.
     """
-    offset = tl.arange(0, BN)
-    l = tl.zeros([BN], tl.float32)
-    mi = tl.arange(0, 16)
+    offset, mi = tl.arange(0, BN), tl.arange(0, 16)
     acc = tl.zeros([16, BD], tl.float32)
-    for e0 in tl.range(start, end, BN, num_stages=STAGES):
-        ok = e0 + offset < end
-        n = tl.load(kept_line + e0 + offset, mask=ok, other=0)
-        page = page_of(table_row, n, ok, PAGE)
+    total = tl.zeros([16, 16], tl.float32)
+    n = tl.load(list_line + offset, mask=offset < entries, other=0)
+    page = page_of(table_row, n, offset < entries, PAGE)
+    for e0 in tl.range(0, entries, BN, num_stages=STAGES):
+        ok, ahead = e0 + offset < entries, e0 + BN + offset < entries
+        n_next = tl.load(list_line + e0 + BN + offset, mask=ahead, other=0)
+        page_next = page_of(table_row, n_next, ahead, PAGE)
         v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
         w = tl.exp2((s - maximum) * LOG2E)
+        if guessed:
+            guess = tl.load(best + (n >> unit_bits), mask=ok, other=HIGHEST)
+            w = tl.where(sortable(s) >= guess, -w, w)
         high = w.to(v.dtype)
         low = (w - high.to(tl.float32)).to(v.dtype)
-        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
-        acc += product(both.to(v.dtype), v, PRECISION)
-        l += w
-    return tl.sum(acc, 0), tl.sum(l, 0)
+        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0)).to(
+            v.dtype
+        )
+        acc += product(both, v, PRECISION)
+        total += product(both, tl.full([BN, 16], 1.0, tl.float32).to(v.dtype), PRECISION)
+        n, page = n_next, page_next
+    first = tl.arange(0, 16) == 0
+    return tl.sum(acc, 0), tl.sum(tl.where(first, tl.sum(total, 0), 0.0), 0)
 
 
 @triton.jit(
     do_not_specialize=[
-        "line",
         "table_s",
         "plane",
         "plane_stride",
@@ -252,71 +249,68 @@ def reduce_kept(
         "denominator",
     ]
 )
-def retain_kernel(
-    scores, stats, cuts, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
-    index, count, mass, c_ref, part_acc, part_l, arrived,
-    scores_s, line, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
-    numerator, denominator,
+def select_kernel(
+    scores, stats, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot, index, count, mass, c_ref,
+    guess_acc, guess_stats, guess_best, fixes_list,
+    scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
+    numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
-    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr,
+    GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, parts, rows) -> index, count, mass and c_ref of the store. A part is one slice, in long rows 2^i."""
-    head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (heads, rows). scores [T * H, scores_s] -> index, count, mass and c_ref of the store.
+
+    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
+    fixes_list [T * H, capacity] and guess_best [T * H, SLOTS] are scratch.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    slices = tl.cdiv(length, SLICE)
-    each = unit_size(slices, 1, MAX_PARTS)
-    parts = tl.cdiv(slices, each)
-    if wanted & (part < parts):
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+    if wanted & (length > 0):
         at = row * HEADS + head
         entry = (slot * sites + site) * HEADS + head
-        d = tl.arange(0, BD)
-        d_ok = d < D
-        scores_row, place, kept_line = (
-            scores + at * scores_s,
-            places + at * 2 * line,
-            index + entry * capacity,
-        )
-        cut, maximum = tl.load(cuts + at), tl.load(stats + at * 2)
-        first = part * each
-        last = tl.minimum(first + each, slices)
+        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         room = tl.minimum(keep, capacity)
-        start, end = tl.load(place + first), tl.minimum(tl.load(place + last), room)
-        for j in range(first, last):
-            write_kept(scores_row, kept_line, place, line, cut, j, length, room, SLICE)
+        maximum = tl.load(stats + at * 2)
+        unit_bits, units = unit_layout(length, MIN_UNIT, MAX_UNITS)
+        top, own, best = sortable(maximum), scores + at * scores_s, guess_best + at * SLOTS
+        kept_line, fix_line = index + entry * capacity, fixes_list + at * capacity
+        cut = tl.full((), 0, tl.int32)
+        fixes = tl.full((), -1, tl.int32)
+        if length <= SMALL:
+            cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room, quantile,
+                                    units, unit_bits, GUESSES, SLOTS, True, SMALL)  # fmt: skip
+        elif NB > SMALL:
+            if PASSES and length > NB:
+                cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
+                                        quantile, units, unit_bits, GUESSES, SLOTS, False, NB)  # fmt: skip
+            else:
+                cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
+                                        quantile, units, unit_bits, GUESSES, SLOTS, True, NB)  # fmt: skip
         tl.debug_barrier()
+        d = tl.arange(0, BD)
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
-        sums, weight = reduce_kept(
-            scores_row, maximum, kept_line, v_pool, base, table + seq * table_s, start, end, d, d_ok, pool_page,
-            pool_token, PAGE, BN, BD, STAGES, PRECISION,
+        guessed = fixes >= 0
+        listed = kept_line
+        if guessed:
+            listed = fix_line
+        sums, weight = sum_listed(
+            own, maximum, listed, tl.where(guessed, fixes, room), best, unit_bits, guessed, v_pool, base,
+            table + seq * table_s, d, d < D, pool_page, pool_token, PAGE, BN, BD, STAGES, PRECISION,
         )  # fmt: skip
-        if (head == 0) & (part == 0):
+        if GUESSES > 0:
+            if guessed:
+                key, which = choose_guesses(guess_stats, best, at, units, cut, GUESSES, SLOTS)
+                more, heavier = sum_guesses(
+                    guess_acc, guess_stats, at, key, which, maximum, d, GUESSES, SLOTS, BD
+                )
+                sums += more
+                weight += heavier
+        if head == 0:
             tl.store(count + slot * sites + site, keep)
-        done = parts == 1
-        if parts > 1:
-            mine = at * SLOTS + part
-            tl.store(part_acc + mine * BD + d, sums)
-            tl.store(part_l + mine, weight)
-            tl.debug_barrier()
-            ticket = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
-            done = ticket == parts - 1
-            if done:
-                tl.store(arrived + at, 0)
-                tl.debug_barrier()
-                u = tl.arange(0, MAX_PARTS)
-                live = u < parts
-                lines = (at * SLOTS + u)[:, None] * BD + d[None, :]
-                sums = tl.sum(
-                    tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0
-                )
-                weight = tl.sum(
-                    tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0
-                )
-        if done:
-            tl.store(c_ref + entry * D + d, sums / weight, mask=d_ok)
-            tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
+        tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
+        tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))

@@ -15,7 +15,7 @@ from sparse_compile.kernels.triton_tuning import Tiles
 
 HEADS = 2
 TILES = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, slice=16, max_parts=4,
+    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2,
     gather_block=16, register_scores=64, small_scores=32,
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
@@ -48,12 +48,13 @@ def some_scores(kind: str, lines: int, length: int) -> Tensor:
 
 
 def select(case: Case, scores: list[Tensor], poison: float) -> Case:
-    """Run the two kernels of the selection on given scores, one [HEADS, length] per row."""
+    """Run the selection on given scores, one [HEADS, length] per row."""
     from sparse_compile.kernels import triton_backend
 
     mine = case.copy()
     attention = replace(mine.attention, k=mine.k, v=mine.v, query_rows=1)
-    scratch = triton_backend.Scratch(attention, TILES, keeps_scores=True)
+    scratch = triton_backend.Scratch(attention, TILES, mine.store_view.capacity)
+    scratch.guess_stats.fill_(torch.inf)  # no guess helps
     scratch.scores.fill_(poison)
     for row, own in enumerate(scores):
         for head in range(HEADS):
@@ -61,7 +62,7 @@ def select(case: Case, scores: list[Tensor], poison: float) -> Case:
             scratch.scores[line, : own.shape[1]] = own[head]
             scratch.stats[line, 0] = own[head].max()
             scratch.stats[line, 1] = (own[head] - own[head].max()).exp().sum()
-    triton_backend._keep(attention, mine.store_view, mine.retention, scratch)
+    triton_backend._select(attention, mine.store_view, mine.retention, scratch)
     return mine
 
 
