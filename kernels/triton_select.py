@@ -27,6 +27,22 @@ from .triton_parts import (
     unsortable,
 )
 
+SAMPLE = tl.constexpr(512)
+FIX = tl.constexpr(1 << 16)
+"""Two counts share an integer: of retained keys below this bit, of keys to fix above."""
+
+
+@triton.jit
+def retained_of(marks):
+    """Retained keys in a sum of marks."""
+    return marks & (FIX - 1)
+
+
+@triton.jit
+def fixes_of(marks):
+    """Keys to fix in a sum of marks."""
+    return (marks >> 16) & 0xFFFF
+
 
 @triton.jit
 def load_sortable(scores_row, n, length):
@@ -50,25 +66,15 @@ def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, N
 
 
 @triton.jit
-def moments(key, n, length):
-    """(lowest key, sum, sum of squares) of the scores n [NB] of a row."""
+def describe(scores_row, length):
+    """(mean, standard deviation) of some of a row's scores, evenly spread: enough for a first guess."""
+    n = tl.arange(0, SAMPLE) * tl.cdiv(length, SAMPLE)
     inside = n < length
-    s = tl.where(inside, unsortable(key), 0.0)
-    return tl.min(tl.where(inside, key, HIGHEST), 0), tl.sum(s, 0), tl.sum(s * s, 0)
-
-
-@triton.jit
-def describe(scores_row, length, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
-    """(lowest key, mean, standard deviation) of a row's scores."""
-    n = tl.arange(0, NB)
-    low, total, squares = moments(key, n, length)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + n, length)
-            low_0, total_0, squares_0 = moments(other, n0 + n, length)
-            low, total, squares = tl.minimum(low, low_0), total + total_0, squares + squares_0
-    mean = total / length
-    return low, mean, tl.sqrt(tl.maximum(squares / length - mean * mean, 1e-12))
+    s = tl.load(scores_row + n, mask=inside, other=0.0)
+    share = 1.0 / tl.sum(inside.to(tl.float32), 0)
+    mean = tl.sum(s, 0) * share
+    off = tl.where(inside, s - mean, 0.0)
+    return mean, tl.maximum(tl.sqrt(tl.sum(off * off, 0) * share), 1e-6)
 
 
 @triton.jit
@@ -78,18 +84,20 @@ def find_cut(
     """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
 
     A bracket [low, high) with count(low) >= keep > count(high) shrinks. The first guess takes the scores as normally
-    distributed, the second follows that distribution's density; later ones interpolate between the logarithms of the
-    two counts; the end that stays twice in a row loses half its weight (the Illinois rule), and every eighth turn
-    halves the integers in between, so that it always ends. It stops early where exactly `keep` scores reach.
+    distributed; until both ends are scores' own, the next ones follow that distribution's density, in steps that grow.
+    Then they interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half
+    its weight (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends. It stops
+    early where exactly `keep` scores reach.
     """
-    low, mean, deviation = describe(scores_row, length, key, IN_REGISTERS, NB)
+    mean, deviation = describe(scores_row, length)
+    low = tl.full((), LOWEST + 1, tl.int32)
     high = top + 1
     reached = length
     beyond = tl.full((), 0, tl.int32)  # how many reach `high`
     target = tl.log2(keep.to(tl.float32))
     over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
     under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
-    density = length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423 / deviation
+    step = deviation / (length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)  # score per key
     guess = mean + quantile * deviation
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
@@ -111,8 +119,9 @@ def find_cut(
             under = value
             over = tl.where(side == -1, over * 0.5, over)
             side = tl.full((), -1, tl.int32)
-        if turn == 0:
-            guess = unsortable(middle) + (found - keep + 0.5) / density
+        if (reached == length) | (high > top):
+            guess = unsortable(middle) + (found - keep + 0.5) * step
+            step *= 2.0
         else:
             left = unsortable(low)
             guess = left + over / (over - under) * (unsortable(high - 1) - left)
@@ -122,52 +131,71 @@ def find_cut(
 
 
 @triton.jit
-def mark(
-    key, n, length, cut, ties, equal, best, unit_bits, GUESSES: tl.constexpr
-):  # fmt: skip
-    """(retained, fix) of the keys n [NB]: which are retained, and which of them the guesses are wrong about.
+def counts_before(x, N: tl.constexpr):
+    """[N]: sums of the entries of x [N] before each, by comparing all with all in two levels."""
+    B: tl.constexpr = 1 << ((N.bit_length() - 1) // 2)
+    A: tl.constexpr = N // B
+    a, b = tl.arange(0, A), tl.arange(0, B)
+    grid = tl.reshape(x, [A, B])
+    inner = tl.sum(tl.where(b[None, None, :] < b[None, :, None], grid[:, None, :], 0), 2)  # [A, B]
+    outer = tl.sum(tl.where(a[None, :] < a[:, None], tl.sum(grid, 1)[None, :], 0), 1)  # [A]
+    return tl.reshape(inner + outer[:, None], [N])
+
+
+@triton.jit
+def running_counts(x, NB: tl.constexpr):
+    """The cumulative sum of x [NB]. A long one as scans of 128 entries, each within a warp, and one over their totals:
+    across 16 warps Triton's scan takes several times the instructions.
+    """
+    if NB <= 8192:
+        return tl.cumsum(x, 0)
+    else:
+        lines = tl.reshape(x, [NB // 128, 128])
+        before = counts_before(tl.sum(lines, 1), NB // 128)
+        return tl.reshape(tl.cumsum(lines, 1) + before[:, None], [NB])
+
+
+@triton.jit
+def mark(key, n0, length, cut, ties, equal, best, unit_bits, GUESSES: tl.constexpr, NB: tl.constexpr):
+    """[NB] for the keys n0 .. n0 + NB - 1: 1 if it is retained, plus FIX if the guesses are wrong about that.
 
     `equal` keys before these are equal to `cut - 1`.
     """
     retained = key >= cut
     if ties > equal:
         same = key == cut - 1
-        retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
-    fix = retained
+        retained = retained | (same & (equal + running_counts(same.to(tl.int32), NB) <= ties))
+    marks = retained.to(tl.int32)
     if GUESSES > 0:
-        guess = tl.load(best + (n >> unit_bits), mask=n < length, other=HIGHEST)
-        fix = retained != (key >= guess)
-    return retained, fix
+        four = n0 + tl.arange(0, NB // 4) * 4  # units have whole fours of keys
+        guess = tl.load(best + (four >> unit_bits), mask=four < length, other=HIGHEST)
+        counted = key >= tl.reshape(tl.broadcast_to(guess[:, None], [NB // 4, 4]), [NB])
+        marks += (retained != counted).to(tl.int32) * FIX
+    return marks
 
 
 @triton.jit
 def count_fixes(
-    scores_row, length, key, cut, ties, best, unit_bits,
-    GUESSES: tl.constexpr, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
+    scores_row, length, fixes, equal, cut, ties, best, unit_bits, GUESSES: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
-    """About how many keys of a row its guesses are wrong; `mark` of all blocks."""
-    n = tl.arange(0, NB)
-    _, fix = mark(key, n, length, cut, ties, 0, best, unit_bits, GUESSES)
-    fixes = tl.sum(fix.to(tl.int32), 0)
-    if not IN_REGISTERS:
-        equal = tl.sum((key == cut - 1).to(tl.int32), 0)
-        for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + n, length)
-            _, fix = mark(other, n0 + n, length, cut, ties, equal, best, unit_bits, GUESSES)
-            fixes += tl.sum(fix.to(tl.int32), 0)
-            equal += tl.sum((other == cut - 1).to(tl.int32), 0)
+    """About how many keys of a row its guesses are wrong: `fixes` of the first NB, and those of the others."""
+    for n0 in range(NB, length, NB):
+        key = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
+        marks = mark(key, n0, length, cut, ties, equal, best, unit_bits, GUESSES, NB)
+        fixes += fixes_of(tl.sum(marks, 0))
+        equal += tl.sum((key == cut - 1).to(tl.int32), 0)
     return fixes
 
 
 @triton.jit
-def write_marked(kept_line, fix_line, n, retained, fix, above, before, room, guessed):
+def write_marked(kept_line, fix_line, n, marks, above, before, room, helps, NB: tl.constexpr):
     """Write retained positions behind `above` others, and those to fix behind `before` others."""
-    both = tl.cumsum(retained.to(tl.int32) + (fix.to(tl.int32) << 16), 0)  # two counts in one scan
-    place = above + (both & 0xFFFF) - 1
-    tl.store(kept_line + place, n, mask=retained & (place < room))
-    if guessed:
-        place = before + ((both >> 16) & 0xFFFF) - 1
-        tl.store(fix_line + place, n, mask=fix & (place < room))
+    both = running_counts(marks, NB)  # two counts in one scan
+    place = above + retained_of(both) - 1
+    tl.store(kept_line + place, n, mask=(retained_of(marks) > 0) & (place < room))
+    if helps:
+        place = before + fixes_of(both) - 1
+        tl.store(fix_line + place, n, mask=(fixes_of(marks) > 0) & (place < room))
 
 
 @triton.jit
@@ -179,24 +207,29 @@ def select_row(
     n = tl.arange(0, NB)
     key = load_sortable(scores_row, n, length)
     cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
-    fixes = tl.full((), -1, tl.int32)
     if GUESSES > 0:
         choose_guesses(guess_stats, best, at, units, cut, GUESSES, SLOTS)
         tl.debug_barrier()
-        fixes = count_fixes(scores_row, length, key, cut, ties, best, unit_bits, GUESSES, IN_REGISTERS, NB)
-        fixes = tl.where(fixes < room, fixes, -1)
-    retained, fix = mark(key, n, length, cut, ties, 0, best, unit_bits, GUESSES)
-    write_marked(kept_line, fix_line, n, retained, fix, 0, 0, room, fixes >= 0)
+    marks = mark(key, 0, length, cut, ties, 0, best, unit_bits, GUESSES, NB)
+    both = tl.sum(marks, 0)
+    fixes = fixes_of(both)
+    equal = tl.full((), 0, tl.int32)
     if not IN_REGISTERS:
-        above, before = tl.sum(retained.to(tl.int32), 0), tl.sum(fix.to(tl.int32), 0)
         equal = tl.sum((key == cut - 1).to(tl.int32), 0)
+        fixes = count_fixes(scores_row, length, fixes, equal, cut, ties, best, unit_bits, GUESSES, NB)
+    helps = (fixes < room) & (GUESSES > 0)
+    write_marked(kept_line, fix_line, n, marks, 0, 0, room, helps, NB)
+    if not IN_REGISTERS:
+        above, before = retained_of(both), fixes_of(both)
         for n0 in range(NB, length, NB):
             key = load_sortable(scores_row, n0 + n, length)
-            retained, fix = mark(key, n0 + n, length, cut, ties, equal, best, unit_bits, GUESSES)
-            write_marked(kept_line, fix_line, n0 + n, retained, fix, above, before, room, fixes >= 0)
-            above += tl.sum(retained.to(tl.int32), 0)
-            before += tl.sum(fix.to(tl.int32), 0)
+            marks = mark(key, n0, length, cut, ties, equal, best, unit_bits, GUESSES, NB)
+            write_marked(kept_line, fix_line, n0 + n, marks, above, before, room, helps, NB)
+            both = tl.sum(marks, 0)
+            above += retained_of(both)
+            before += fixes_of(both)
             equal += tl.sum((key == cut - 1).to(tl.int32), 0)
+    fixes = tl.where(helps, fixes, -1)
     return cut, fixes
 
 

@@ -61,8 +61,8 @@ class Tiles:
             raise ValueError(
                 f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"
             )
-        if self.min_unit < self.block:
-            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys")
+        if self.min_unit < max(4, self.block):
+            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
 
 
 def tiles_for(attention: Attention) -> Tiles:
