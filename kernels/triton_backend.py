@@ -148,12 +148,12 @@ def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | Non
     processors = _multiprocessors(a.q.device)
     pair = tiles.pair
     if pair is None:
-        pair = lines * units > 3 * processors and lines * cdiv(units, 2) <= 4 * processors
+        pair = lines * cdiv(units, 2) <= 4 * processors < lines * units
     if mode == MODE_MIXED:  # its consume rows have no pairs
         pair = False
     if pair:
         units = cdiv(units, 2)
-    stages = tiles.stages or (2 if 3 * processors < lines * units <= 4 * processors else 3)
+    stages = tiles.stages or (2 if pair or 3 * processors < lines * units <= 4 * processors else 3)
     return max(units, kept), pair, stages
 
 
@@ -198,7 +198,8 @@ def _attend(
         PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda",
-        num_warps=tiles.warps, **(_registers(a) if stages == 2 and (pair or captures) else {}),
+        num_warps=tiles.warps,
+        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if pair or mode == MODE_CAPTURE else {}),
     )  # fmt: skip
     return scratch
 
@@ -215,9 +216,9 @@ def _query_rows(a: Attention, per_head: bool) -> int:
     return group
 
 
-def _registers(a: Attention) -> dict[str, int]:
-    """128 per thread: 16 warps share a multiprocessor. The compiler would take a few more."""
-    return {"maxnreg": 128} if a.q.device.type == "cuda" else {}
+def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:
+    """As many per thread as let `programs` share a multiprocessor: the compiler would take a few more."""
+    return {"maxnreg": 65536 // (programs * warps * 32) // 8 * 8} if a.q.device.type == "cuda" else {}
 
 
 def _write(a: Attention, k: Tensor, v: Tensor) -> None:
@@ -250,6 +251,7 @@ def _select(
     tiles = scratch.tiles
     widest = next_power_of_2(max(128, scratch.keys))
     block = min(tiles.register_scores, widest)
+    warps = max(4, min(16, block // (32 * tiles.thread_scores)))
     select_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, store.row_slot, store.index, store.count, store.mass,
@@ -260,6 +262,5 @@ def _select(
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
         SMALL=min(tiles.small_scores, block), NB=block, PASSES=widest > block, BN=tiles.gather_block,
-        BD=scratch.width, STAGES=tiles.gather_stages, PRECISION=_precision(a.q),
-        num_warps=max(4, min(16, block // (32 * tiles.thread_scores))), **_registers(a),
+        BD=scratch.width, PRECISION=_precision(a.q), num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """What capture adds to the dense kernel: the retained set, its mass, and C_ref.
 
 One program selects for one (row, head), with all scores in registers where they fit. It finds the cut that `keep`
-scores reach, by narrowing a bracket of sortable integers (their order is that of the floats); writes the retained
-positions in ascending order, ties going to the lowest; and sums the retained values. Of those, attention has left sums
-over the keys above a guessed cut (see `triton_guesses`): the keys between guess and cut are listed as well, and only
-their values are read. Where guesses miss by more keys than are retained, the retained ones are read themselves.
+scores reach (see `triton_cut`); writes the retained positions in ascending order, ties going to the lowest; and sums
+the retained values. Of those, attention has left sums over the keys above a guessed cut (see `triton_guesses`): the
+keys between guess and cut are listed as well, and only their values are read. Where guesses miss by more keys than are
+retained, the retained ones are read themselves.
 
 Mirrors `reference.capture`. No bit depends on how many warps share the work, which follows from the block table.
 """
@@ -14,20 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_cut import find_cut, load_sortable
 from .triton_guesses import choose_guesses, sum_guesses
-from .triton_parts import (
-    HIGHEST,
-    LOG2E,
-    LOWEST,
-    load_keys,
-    page_of,
-    product,
-    sortable,
-    unit_layout,
-    unsortable,
-)
+from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, product, sortable, unit_layout
 
-SAMPLE = tl.constexpr(512)
 FIX = tl.constexpr(1 << 16)
 """Two counts share an integer: of retained keys below this bit, of keys to fix above."""
 
@@ -42,92 +32,6 @@ def retained_of(marks):
 def fixes_of(marks):
     """Keys to fix in a sum of marks."""
     return (marks >> 16) & 0xFFFF
-
-
-@triton.jit
-def load_sortable(scores_row, n, length):
-    """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
-
-    Loads go by fours: lines of scores are padded to a multiple of 16.
-    """
-    s = tl.load(scores_row + n, mask=n // 4 * 4 < length, other=0.0)
-    return tl.where(n < length, sortable(s), LOWEST)
-
-
-@triton.jit
-def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
-    """How many of a row's scores are at or above `candidate`."""
-    found = tl.sum((key >= candidate).to(tl.int32), 0)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
-            found += tl.sum((other >= candidate).to(tl.int32), 0)
-    return found
-
-
-@triton.jit
-def describe(scores_row, length):
-    """(mean, standard deviation) of some of a row's scores, evenly spread: enough for a first guess."""
-    n = tl.arange(0, SAMPLE) * tl.cdiv(length, SAMPLE)
-    inside = n < length
-    s = tl.load(scores_row + n, mask=inside, other=0.0)
-    share = 1.0 / tl.sum(inside.to(tl.float32), 0)
-    mean = tl.sum(s, 0) * share
-    off = tl.where(inside, s - mean, 0.0)
-    return mean, tl.maximum(tl.sqrt(tl.sum(off * off, 0) * share), 1e-6)
-
-
-@triton.jit
-def find_cut(
-    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr
-):  # fmt: skip
-    """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
-
-    A bracket [low, high) with count(low) >= keep > count(high) shrinks. The first guess takes the scores as normally
-    distributed; until both ends are scores' own, the next ones follow that distribution's density, in steps that grow.
-    Then they interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half
-    its weight (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends. It stops
-    early where exactly `keep` scores reach.
-    """
-    mean, deviation = describe(scores_row, length)
-    low = tl.full((), LOWEST + 1, tl.int32)
-    high = top + 1
-    reached = length
-    beyond = tl.full((), 0, tl.int32)  # how many reach `high`
-    target = tl.log2(keep.to(tl.float32))
-    over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
-    under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
-    step = deviation / (length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)  # score per key
-    guess = mean + quantile * deviation
-    side = tl.full((), 0, tl.int32)
-    turn = tl.full((), 0, tl.int32)
-    while (reached != keep) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        if turn % 8 != 7:
-            middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
-        value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
-        if found >= keep:
-            low = middle
-            reached = found
-            over = tl.maximum(value, 1e-3)
-            under = tl.where(side == 1, under * 0.5, under)
-            side = tl.full((), 1, tl.int32)
-        else:
-            high = middle
-            beyond = found
-            under = value
-            over = tl.where(side == -1, over * 0.5, over)
-            side = tl.full((), -1, tl.int32)
-        if (reached == length) | (high > top):
-            guess = unsortable(middle) + (found - keep + 0.5) * step
-            step *= 2.0
-        else:
-            left = unsortable(low)
-            guess = left + over / (over - under) * (unsortable(high - 1) - left)
-        turn += 1
-    exact = reached == keep
-    return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)
 
 
 @triton.jit
@@ -236,7 +140,7 @@ def select_row(
 @triton.jit
 def sum_listed(
     scores_row, maximum, list_line, entries, best, unit_bits, guessed, v_pool, base, table_row, d, d_ok, pool_page,
-    pool_token, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    pool_token, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(sum of weighted values [BD], sum of weights) of listed keys; what a guess holds too much counts negative.
 
@@ -248,16 +152,15 @@ def sum_listed(
     total = tl.zeros([16, 16], tl.float32)
     n = tl.load(list_line + offset, mask=offset < entries, other=0)
     page = page_of(table_row, n, offset < entries, PAGE)
-    for e0 in tl.range(0, entries, BN, num_stages=STAGES):
+    for e0 in tl.range(0, entries, BN, num_stages=2):
         ok, ahead = e0 + offset < entries, e0 + BN + offset < entries
         n_next = tl.load(list_line + e0 + BN + offset, mask=ahead, other=0)
         page_next = page_of(table_row, n_next, ahead, PAGE)
         v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
         w = tl.exp2((s - maximum) * LOG2E)
-        if guessed:
-            guess = tl.load(best + (n >> unit_bits), mask=ok, other=HIGHEST)
-            w = tl.where(sortable(s) >= guess, -w, w)
+        guess = tl.load(best + (n >> unit_bits), mask=ok & guessed, other=HIGHEST)
+        w = tl.where(sortable(s) >= guess, -w, w)
         high = w.to(v.dtype)
         low = (w - high.to(tl.float32)).to(v.dtype)
         both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0)).to(
@@ -290,11 +193,12 @@ def select_kernel(
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
     SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> index, count, mass and c_ref of the store.
 
-    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
+    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read block by block in every turn
+    of the search.
     fixes_list [T * H, capacity] and guess_best [T * H, SLOTS] are scratch.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -320,7 +224,7 @@ def select_kernel(
         elif NB > SMALL:
             if PASSES and length > NB:
                 cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
-                                        quantile, units, unit_bits, GUESSES, SLOTS, False, NB)  # fmt: skip
+                                        quantile, units, unit_bits, GUESSES, SLOTS, False, min(NB, 8192))  # fmt: skip
             else:
                 cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
                                         quantile, units, unit_bits, GUESSES, SLOTS, True, NB)  # fmt: skip
@@ -333,7 +237,7 @@ def select_kernel(
             listed = fix_line
         sums, weight = sum_listed(
             own, maximum, listed, tl.where(guessed, fixes, room), best, unit_bits, guessed, v_pool, base,
-            table + seq * table_s, d, d < D, pool_page, pool_token, PAGE, BN, BD, STAGES, PRECISION,
+            table + seq * table_s, d, d < D, pool_page, pool_token, PAGE, BN, BD, PRECISION,
         )  # fmt: skip
         if GUESSES > 0:
             if guessed:

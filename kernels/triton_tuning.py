@@ -23,11 +23,9 @@ class Tiles:
 
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for.
     Selection gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
-    `register_scores` in all, short rows in a tensor of `small_scores`. `gather_block`, `gather_stages`: steps of the
-    sum of values.
+    `register_scores` in all, short rows in a tensor of `small_scores`. The sum of values takes steps of `gather_block`.
 
-    `stages`, `pair`, `thread_scores`, `register_scores`, `small_scores` and `gather_stages` change no bits; everything
-    else does.
+    `stages`, `pair`, `thread_scores`, `register_scores` and `small_scores` change no bits; everything else does.
     """
 
     block: int = 64
@@ -45,15 +43,11 @@ class Tiles:
     small_scores: int = 2048
     thread_scores: int = 32
     gather_block: int = 64
-    gather_stages: int = 2
 
     def __post_init__(self) -> None:
+        free = ("stages", "kept_stages", "guesses", "pair")
         for name, value in vars(self).items():
-            if (
-                type(value) is int
-                and name not in ("stages", "kept_stages", "gather_stages", "guesses")
-                and (value < 1 or value & (value - 1))
-            ):
+            if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")
         if self.small_scores > self.register_scores:
             raise ValueError(f"small_scores={self.small_scores} must not exceed {self.register_scores=}")
