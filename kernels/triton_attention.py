@@ -150,15 +150,14 @@ def attention_kernel(
         kept: tl.constexpr = MODE == _CONSUME
         captured: tl.constexpr = MODE == _CAPTURE
         width: tl.constexpr = 1 if MODE == _CONSUME else G
-    # The tile: query m is head head0 + m % width of row row0 + m // width.
+    # The tile: query m is head head0 + m % width of row row0 + m // width. With GUESSES there is one row, and copies of
+    # its queries (see `triton_guesses`), of which the first one of each head is its own.
     head0 = column * width
     kv0 = head0 // G
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
-    if (
-        GUESSES > 0
-    ):  # copies of R = 1 row's queries, see `triton_guesses`; the first of each is the one to write
+    if GUESSES > 0:
         rows = row0 + mi * 0
         heads = head0 + mi % HALF // COPIES
         live = (mi % HALF // COPIES < width) & (heads < HEADS)

@@ -72,7 +72,7 @@ def find_cut(
     turn = tl.full((), 0, tl.int32)
     while (reached != keep) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)
-        if turn % 8 != 7:
+        if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
         found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
         value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target

@@ -82,7 +82,7 @@ def mark(key, n0, length, cut, ties, equal, best, unit_bits, GUESSES: tl.constex
 def count_fixes(
     scores_row, length, fixes, equal, cut, ties, best, unit_bits, GUESSES: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
-    """About how many keys of a row its guesses are wrong: `fixes` of the first NB, and those of the others."""
+    """How many keys of a row its guesses are wrong about: `fixes` of the first NB, and those of the others."""
     for n0 in range(NB, length, NB):
         key = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
         marks = mark(key, n0, length, cut, ties, equal, best, unit_bits, GUESSES, NB)
@@ -163,9 +163,8 @@ def sum_listed(
         w = tl.where(sortable(s) >= guess, -w, w)
         high = w.to(v.dtype)
         low = (w - high.to(tl.float32)).to(v.dtype)
-        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0)).to(
-            v.dtype
-        )
+        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
+        both = both.to(v.dtype)
         acc += product(both, v, PRECISION)
         total += product(both, tl.full([BN, 16], 1.0, tl.float32).to(v.dtype), PRECISION)
         n, page = n_next, page_next
