@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_guesses import HALF, guess_cuts, store_guesses
 from .triton_loops import attend_all, attend_kept
 from .triton_parts import LOG2E, finite_or_zero, merge_pair, merge_units, unit_size
 
@@ -62,6 +63,37 @@ def sink_weight(sink, at, m, ok):
 
 
 @triton.jit
+def attend_unit(
+    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
+    quantile, scores, line_m, guess_acc, guess_stats, row, head0, unit, width, captured, bias, bias_m,
+    GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """`attend_all` over one unit of keys; a captured one keeps its sums over the keys above guessed cuts."""
+    cut = tl.full([BM], float("-inf"), tl.float32)
+    deviation = cut
+    if GUESSES > 0:
+        if captured:
+            cut, deviation = guess_cuts(
+                q_tile, k_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
+                cap, quantile, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, PAGE, BM, BN, PRECISION,
+            )  # fmt: skip
+    m, l, acc = attend_all(
+        q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
+        cap, cut, scores, line_m, captured, bias, bias_m, GUESSES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY,
+        PAGE, BM, BN, BD, STAGES, PRECISION,
+    )  # fmt: skip
+    if GUESSES > 0:
+        if captured:
+            if start < end:
+                store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                              HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+    return m, l, acc
+
+
+@triton.jit
 def emit(
     result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
     REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
@@ -93,23 +125,24 @@ def emit(
 @triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
-    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, bias, sink,
-    bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token,
-    table_s, scores_s, plane, plane_stride, scale, cap, window, site, sites, capacity,
+    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
+    bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
+    pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
+    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    SLOTS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, units or pairs of them, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
-    arrived int32 [T * H], zero before and after every launch.
+    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch.
     """
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
@@ -127,15 +160,23 @@ def attention_kernel(
         kept: tl.constexpr = MODE == _CONSUME
         captured: tl.constexpr = MODE == _CAPTURE
         width: tl.constexpr = 1 if MODE == _CONSUME else G
-    # The tile: query m is head head0 + m % width of row row0 + m // width.
+    # The tile: query m is head head0 + m % width of row row0 + m // width. With GUESSES there is one row, and copies of
+    # its queries (see `triton_guesses`), of which the first one of each head is its own.
     head0 = column * width
     kv0 = head0 // G
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
-    rows = row0 + mi // width if R > 1 else row0 + mi * 0
-    heads = head0 + mi % width if R > 1 else head0 + mi
-    live = (mi < R * width) & (heads < HEADS)
+    if GUESSES > 0:
+        rows = row0 + mi * 0
+        heads = head0 + mi % HALF // COPIES
+        live = (mi % HALF // COPIES < width) & (heads < HEADS)
+        own = live & (mi < HALF) & (mi % COPIES == 0)
+    else:
+        rows = row0 + mi // width if R > 1 else row0 + mi * 0
+        heads = head0 + mi % width if R > 1 else head0 + mi
+        live = (mi < R * width) & (heads < HEADS)
+        own = live
     at_0, at_m = row0 * HEADS + head0, rows * HEADS + heads  # [BM]
     length_m = tl.load(row_length + rows, mask=live, other=0)
     if MODE == _MIXED:
@@ -174,11 +215,11 @@ def attention_kernel(
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
-            tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
+            tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
         end = tl.minimum(start + keys * (2 if PAIR else 1), total)
         bias_m = rows * bias_t + heads * bias_h
-        score_line, score_m = scores + at_0 * scores_s, ((at_m - at_0) * scores_s).to(tl.int32)
+        line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         if kept:
             kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
@@ -186,17 +227,20 @@ def attention_kernel(
                 cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
-            middle = tl.minimum(start + keys, total)
-            m, l, acc = attend_all(
-                q_tile, k_pool, v_pool, base, table_row, start + first, middle + first, first_m, length_m, d, d_ok,
-                pool_page, pool_token, scale, cap, score_line, score_m, captured, bias, bias_m, HAS_CAP, HAS_WINDOW,
-                HAS_BIAS, CAPTURES, ASSEMBLY, PAGE, BM, BN, BD, STAGES, PRECISION,
+            own_scores = scores + at_0 * scores_s
+            middle = tl.minimum(start + keys, total) + first
+            m, l, acc = attend_unit(
+                q_tile, k_pool, v_pool, base, table_row, start + first, middle, first_m, length_m, d, d_ok, pool_page,
+                pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
+                span * 2 if PAIR else span, width, captured, bias, bias_m, GUESSES, COPIES, HAS_CAP, HAS_WINDOW,
+                HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
             )  # fmt: skip
             if PAIR:
-                m_b, l_b, acc_b = attend_all(
-                    q_tile, k_pool, v_pool, base, table_row, middle + first, end + first, first_m, length_m, d, d_ok,
-                    pool_page, pool_token, scale, cap, score_line, score_m, captured, bias, bias_m, HAS_CAP, HAS_WINDOW,
-                    HAS_BIAS, CAPTURES, ASSEMBLY, PAGE, BM, BN, BD, STAGES, PRECISION,
+                m_b, l_b, acc_b = attend_unit(
+                    q_tile, k_pool, v_pool, base, table_row, middle, end + first, first_m, length_m, d, d_ok, pool_page,
+                    pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
+                    span * 2 + 1, width, captured, bias, bias_m, GUESSES, COPIES, HAS_CAP, HAS_WINDOW,
+                    HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
                 )  # fmt: skip
                 m, l, acc = merge_pair(m, l, acc, m_b, l_b, acc_b)
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
@@ -204,13 +248,13 @@ def attention_kernel(
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
-            emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+            emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                  kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
             part = at_m * SLOTS + span
-            tl.store(part_m + part, m, mask=live)
-            tl.store(part_l + part, l, mask=live)
-            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
+            tl.store(part_m + part, m, mask=own)
+            tl.store(part_l + part, l, mask=own)
+            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
             if ticket == last:

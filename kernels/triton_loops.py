@@ -8,17 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product
+from .triton_guesses import HALF
+from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product, score, soft_cap
 
 STORE_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
 )
-
-
-@triton.jit
-def soft_cap(s, cap):
-    """cap * tanh(s / cap), by the exponential that every backend has."""
-    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
 
 
 @triton.jit
@@ -28,13 +23,22 @@ def add_bias(s, bias, line, n, ok):
 
 
 @triton.jit
-def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
-    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD])."""
+def online_softmax(s, m, l, acc, v, cut, GUESSES: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD]).
+
+    With GUESSES scores below cut [BM] count for the maximum only, and the upper half of the rows sums what rounding
+    takes from the weights of the lower half.
+    """
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = finite_or_zero(m_new)
     alpha = tl.exp2((m - m_safe) * LOG2E)
     p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
-    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(p.to(v.dtype), v, PRECISION)
+    weights = p
+    if GUESSES > 0:
+        p = tl.where(s < cut[:, None], 0.0, p)
+        upper = tl.arange(0, BM) >= HALF
+        weights = tl.where(upper[:, None], p - p.to(v.dtype).to(tl.float32), p)
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(weights.to(v.dtype), v, PRECISION)
 
 
 @triton.jit
@@ -58,28 +62,10 @@ def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def score(
-    q_tile, k, n, end, first_m, length_m, scale, cap, bias, bias_m,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(s [BM, BN], seen [BM, BN]): scores of the keys n [BN], and which of them each query sees."""
-    s = product(q_tile, tl.trans(k), PRECISION) * scale
-    if HAS_CAP:
-        s = soft_cap(s, cap)
-    seen = (n < end)[None, :] & (n[None, :] < length_m[:, None])
-    if HAS_BIAS:
-        s = add_bias(s, bias, bias_m, n, seen)
-    if HAS_WINDOW:
-        seen = seen & (n[None, :] >= first_m[:, None])
-    return s, seen
-
-
-@triton.jit
 def attend_kept(
     q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap, live,
     bias, bias_m, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -97,20 +83,22 @@ def attend_kept(
             s = soft_cap(s, cap)
         if HAS_BIAS:
             s = add_bias(s, bias, bias_m, n, live[:, None] & ok[None, :])
-        m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
+        m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, m, 0, BM, PRECISION)
     return m, l, acc
 
 
 @triton.jit
 def attend_all(
     q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
-    scores, line_m, captured, bias, bias_m,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    cut, scores, line_m, captured, bias, bias_m,
+    GUESSES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys start .. end - 1: (m [BM], l [BM], acc [BM, BD])."""
+    """Attention over keys start .. end - 1: (m [BM], l [BM], acc [BM, BD]).
+
+    Where `captured`, scores of the rows with line_m [BM] >= 0 are kept there. `cut` as in `online_softmax`.
+    """
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
@@ -123,25 +111,14 @@ def attend_all(
         page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
         k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
-        s, seen = score(
-            q_tile,
-            k,
-            n,
-            end,
-            first_m,
-            length_m,
-            scale,
-            cap,
-            bias,
-            bias_m,
-            HAS_CAP,
-            HAS_WINDOW,
-            HAS_BIAS,
-            PRECISION,
-        )
+        s, seen = score(q_tile, k, n, end, first_m, length_m, scale, cap, HAS_CAP, HAS_WINDOW, PRECISION)
+        if HAS_BIAS:
+            s = add_bias(s, bias, bias_m, n, seen)
         if CAPTURES:
             if captured:
-                store_scores(scores, line_m, n, s, seen, ASSEMBLY, BM, BN)
-        m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
+                store_scores(scores, line_m, n, s, seen & (line_m >= 0)[:, None], ASSEMBLY, BM, BN)
+        m, l, acc = online_softmax(
+            tl.where(seen, s, float("-inf")), m, l, acc, v, cut, GUESSES, BM, PRECISION
+        )
         page = page_next
     return m, l, acc

@@ -1,4 +1,4 @@
-"""What the attention and the selection kernels share: sizes of units, addresses, products, and the merge of units."""
+"""What the attention and the selection kernels share: addresses, products, scores, merges."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-2147483648)
+HIGHEST = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -35,6 +37,27 @@ def product(a, b, PRECISION: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def soft_cap(s, cap):
+    """cap * tanh(s / cap), by the exponential that every backend has."""
+    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def score(
+    q_tile, k, n, end, first_m, length_m, scale, cap,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(s [BM, BN], seen [BM, BN]): scores of the keys n [BN], and which of them each query sees."""
+    s = product(q_tile, tl.trans(k), PRECISION) * scale
+    if HAS_CAP:
+        s = soft_cap(s, cap)
+    seen = (n < end)[None, :] & (n[None, :] < length_m[:, None])
+    if HAS_WINDOW:
+        seen = seen & (n[None, :] >= first_m[:, None])
+    return s, seen
 
 
 @triton.jit
@@ -95,3 +118,24 @@ def merge_units(
     w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
     # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.
     return tl.sum(tl.fma(acc, w[:, None], 0.0), 0), top, tl.sum(tl.fma(l, w, 0.0), 0)
+
+
+@triton.jit
+def sortable(s):
+    """float32 -> int32 whose signed order is the order of the floats; -0.0 and 0.0 become one."""
+    bits = (s + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def unsortable(key):
+    """The inverse of `sortable`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tree_sum(x, N: tl.constexpr, W: tl.constexpr):
+    """x [N, W] summed over N by halves: an order that does not depend on how threads share x."""
+    for i in tl.static_range(N.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, [2, N >> (i + 1), W]), 0)
+    return tl.sum(x, 0)

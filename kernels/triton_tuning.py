@@ -21,12 +21,11 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Selection: `slice` keys are compacted at once, by at most `max_parts` programs per row and head; one program of
-    `threshold_warps` warps keeps up to `register_scores` scores, short rows in a tensor of `small_scores`.
-    `gather_block`, `gather_stages`: steps of the sum of retained values.
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for.
+    Selection gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
+    `register_scores` in all, short rows in a tensor of `small_scores`. The sum of values takes steps of `gather_block`.
 
-    `stages`, `pair` and the selection's sizes other than `slice`, `max_parts` and `gather_block` change no bits;
-    everything else does.
+    `stages`, `pair`, `thread_scores`, `register_scores` and `small_scores` change no bits; everything else does.
     """
 
     block: int = 64
@@ -39,25 +38,25 @@ class Tiles:
     kept_stages: int = 2
     min_kept: int = 256
     max_kept: int = 16
-    slice: int = 1024
-    max_parts: int = 32
+    guesses: int = 3
     register_scores: int = 32768
     small_scores: int = 2048
-    threshold_warps: int = 8
-    gather_block: int = 128
-    gather_stages: int = 2
+    thread_scores: int = 32
+    gather_block: int = 64
 
     def __post_init__(self) -> None:
+        free = ("stages", "kept_stages", "guesses", "pair")
         for name, value in vars(self).items():
-            if type(value) is int and "stages" not in name and (value < 1 or value & (value - 1)):
+            if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")
-        if not self.slice <= self.small_scores <= self.register_scores:
+        if self.small_scores > self.register_scores:
+            raise ValueError(f"small_scores={self.small_scores} must not exceed {self.register_scores=}")
+        if not 0 <= self.guesses <= 7:
             raise ValueError(
-                f"slice={self.slice} <= small_scores={self.small_scores} <= register_scores="
-                f"{self.register_scores} must hold: a slice is counted within one tensor of scores"
+                f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"
             )
-        if self.min_unit < self.block:
-            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys")
+        if self.min_unit < max(4, self.block):
+            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
 
 
 def tiles_for(attention: Attention) -> Tiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import refuse_autocast
-from sparse_compile.kernels.dispatch import triton_obstacle
+from sparse_compile.kernels.dispatch import resolve, triton_obstacle
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
@@ -47,7 +48,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
             (off-switch: validate=False).
     """
     check_model(model)
-    config = config.for_device(model.device.type)
+    asked, config = config, config.for_device(model.device.type)
     refuse_autocast(model.device)
     check_context(model, config)
     check_graphs(config, model)
@@ -61,6 +62,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
     check_loops(config, program)
+    config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
@@ -76,6 +78,24 @@ def check_graphs(config: SparseConfig, model: PreTrainedModel) -> None:
         raise ArgumentError(
             "cuda_graphs", True, limit, "move the model with .cuda(), or leave cuda_graphs out"
         )
+
+
+def settle_graphs(
+    asked: bool | None, config: SparseConfig, program: Program, model: PreTrainedModel
+) -> SparseConfig:
+    """`config` without CUDA graphs where the kernels that run are not Triton's: the others wait for the host.
+
+    Raises ArgumentError where graphs were asked for.
+    """
+    if not config.cuda_graphs:
+        return config
+    runs = resolve(config.implementation, model.device.type, model.dtype, program.sites[0].head_dim)
+    if runs == "triton":
+        return config
+    if asked:
+        limit = f"needs the Triton kernels, and the {runs} ones run here"
+        raise ArgumentError("cuda_graphs", True, limit, "leave cuda_graphs out")
+    return replace(config, cuda_graphs=False)
 
 
 def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:

@@ -43,7 +43,8 @@ def all_params() -> list[SamplingParams]:
 
 
 def make_engine(dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
-    model = sparse_compile(tiny_model("ouro", dtype=dtype).cuda(), key_retention=0.3, page_size=4, **options)
+    options = {"key_retention": 0.3, "page_size": 4, "dense_below": 0, "inductor": False, **options}
+    model = sparse_compile(tiny_model("ouro", dtype=dtype).cuda(), **options)
     return model.serve(max_batch=4, max_context=64)
 
 
