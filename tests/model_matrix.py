@@ -25,7 +25,7 @@ from sparse_compile import UnsupportedModel, sparse_compile
 from sparse_compile.models.presets import tiny_model
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-PROMPTS, NEW = ((7, 21, 9), (5, 30, 11)), 4
+PROMPTS, STEPS = ((7, 21, 9), (5, 30, 11)), 3
 
 HEAD = """# Models
 
@@ -52,7 +52,7 @@ def inkling() -> nn.Module:
         vocab_size=64,
         unpadded_vocab_size=64,
         hidden_size=32,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -63,15 +63,15 @@ def inkling() -> nn.Module:
         d_rel=4,
         rel_extent=16,
         moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_layers_per_attn_res_block=2,
-        loop_layer_index_start=2,
-        loop_layer_index_end=4,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_layers_per_attn_res_block=1,
+        loop_layer_index_start=1,
+        loop_layer_index_end=3,
         loop_gate_rank=4,
         eos_token_id=None,
         max_position_embeddings=128,
-        layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
     )
     torch.manual_seed(0)
     return Inkling2LoopForCausalLM(config).eval()
@@ -125,55 +125,58 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-def own_tokens(model: Any, entry: Entry, forward: Any = None) -> Tensor:
-    """Greedy tokens by the model's own means; `forward` takes the place of its forward for the decode steps."""
+def by_generate(model: Any, steps: int, **arguments: Any) -> Tensor:
+    """Greedy tokens of transformers' generate with a static cache: the prefill's, and one for each decode step."""
     ids = torch.tensor(PROMPTS)
-    torch.manual_seed(1)  # for a model that draws its initial state
-    if entry.cache == "static" and forward is None:
-        return model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            do_sample=False,
-            cache_implementation="static",
-        )
-    step = forward or model.forward
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=steps + 1,
+        do_sample=False,
+        cache_implementation="static",
+        **arguments,
+    )
+
+
+def by_hand(model: Any, steps: int, forward: Any) -> Tensor:
+    """The same for a model with a cache of its own; `forward` runs the decode steps."""
+    name = "past_key_values" if isinstance(model, RemoteOuro) else "cache"
+    ids = torch.tensor(PROMPTS)
     with torch.no_grad():
         out = model(input_ids=ids, use_cache=True)
-        for _ in range(NEW):
+        for step in range(steps + 1):
             token = out.logits[:, -1:].argmax(-1)
             ids = torch.cat([ids, token], dim=1)
-            name = "past_key_values" if isinstance(model, RemoteOuro) else "cache"
-            cache = out.past_key_values if name == "past_key_values" else out.cache
-            position = torch.full_like(token, ids.shape[1] - 1)
-            out = step(input_ids=token, position_ids=position, use_cache=True, **{name: cache})
+            if step < steps:
+                position = torch.full_like(token, ids.shape[1] - 1)
+                cache = {name: getattr(out, name)}
+                out = forward(input_ids=token, position_ids=position, use_cache=True, **cache)
     return ids
 
 
-def with_backend(model: Any, entry: Entry, retention: float) -> Tensor:
+def own_tokens(model: Any, entry: Entry) -> Tensor:
+    torch.manual_seed(1)  # for a model that draws its initial state
+    if entry.cache == "own":
+        return by_hand(model, STEPS, model.forward)
+    return by_generate(model, STEPS)
+
+
+def with_backend(model: Any, entry: Entry, retention: float, steps: int) -> Tensor:
     """Tokens with the decode step compiled by the backend, without Inductor."""
+    from transformers import CompileConfig
+
     options = {"key_retention": retention, "capture_loop": entry.capture_loop}
     options |= {"inductor": False, "on_unmatched": "ignore"}
     torch._dynamo.reset()
     backend.clear_reports()
+    torch.manual_seed(1)
     if entry.cache == "own":
-        return own_tokens(
-            model, entry, torch.compile(model.forward, backend="sparse_compile", options=options)
-        )
-    from transformers import CompileConfig
-
+        # A cache that grows has symbolic sizes from the second step on anyway.
+        forward = torch.compile(model.forward, backend="sparse_compile", options=options, dynamic=steps > 1)
+        return by_hand(model, steps, forward)
     config = CompileConfig(backend="sparse_compile", mode=None, options=options)
     config._compile_all_devices = True
-    ids = torch.tensor(PROMPTS)
-    torch.manual_seed(1)
-    return model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        do_sample=False,
-        cache_implementation="static",
-        compile_config=config,
-    )
+    return by_generate(model, steps, compile_config=config)
 
 
 def counts_text(rewritten: int, total: int, counts: dict[str, int]) -> str:
@@ -183,8 +186,8 @@ def counts_text(rewritten: int, total: int, counts: dict[str, int]) -> str:
 
 def backend_row(entry: Entry) -> Row:
     model = entry.make()
-    exact = torch.equal(with_backend(model, entry, 1.0), own_tokens(model, entry))
-    with_backend(model, entry, 0.3)
+    exact = torch.equal(with_backend(model, entry, 1.0, STEPS), own_tokens(model, entry))
+    with_backend(model, entry, 0.3, 1)
     report = backend.last_report()
     if report is None:
         return Row(entry.name, "torch.compile", "no", "-", "-", "-", "no decode graph")
@@ -216,7 +219,9 @@ def runtime_row(entry: Entry) -> Row:
     except UnsupportedModel as error:
         return Row(entry.name, "runtime", "no", "-", "-", "-", f"refused: {error}".rstrip("."))
     ids = torch.tensor(PROMPTS)
-    same = torch.equal(torch.as_tensor(exact.generate(ids, max_new_tokens=NEW)), own_tokens(model, entry))
+    same = torch.equal(
+        torch.as_tensor(exact.generate(ids, max_new_tokens=STEPS + 1)), own_tokens(model, entry)
+    )
     report = sparse_compile(model, key_retention=0.3, validate=False, **options).report()
     total = sum(report.counts.values())
     note = "" if report.counts["consume"] else "nothing is sparse"

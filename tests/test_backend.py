@@ -22,7 +22,8 @@ from sparse_compile import sparse_compile
 from sparse_compile.models.presets import tiny_model
 
 NAMES = ("ouro", "dory", "hrm-text")
-REWRITTEN = {"ouro": (8, 8), "dory": (4, 8), "hrm-text": (18, 18)}
+SIZES: dict[str, dict[str, int]] = {"ouro": {}, "dory": {}, "hrm-text": {"num_hidden_layers": 1}}
+REWRITTEN = {"ouro": (8, 8), "dory": (4, 8), "hrm-text": (9, 9)}
 LENGTHS = (13, 5, 9, 2)
 
 
@@ -70,7 +71,7 @@ def decode_report() -> backend.GraphReport:
 @pytest.mark.parametrize(("name", "attention"), [(name, "sdpa") for name in NAMES] + [("dory", "eager")])
 def test_full_retention_gives_the_plain_models_tokens(name: str, attention: str) -> None:
     """Left-padded prompts of four lengths; 24 tokens, so that Dory's window of 8 is left behind."""
-    model = tiny_model(name)
+    model = tiny_model(name, **SIZES[name])
     model.set_attn_implementation(attention)
     ids, mask = padded_batch()
     wanted = generate(model, ids, mask)
@@ -98,15 +99,19 @@ def test_a_compiled_forward_serves_prefill_and_decode() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sparse_tokens_are_those_of_the_runtime(name: str) -> None:
-    """float64, where no near-tie decides; two prompts, one at a time, as the runtime has no padding."""
-    model = tiny_model(name, torch.float64)
+    """float64, where no near-tie decides; two prompts, one at a time, as the runtime has no padding.
+
+    Their caches have one size, so that only a window that is not full yet compiles again.
+    """
+    model = tiny_model(name, torch.float64, **({} if name == "dory" else {"num_hidden_layers": 1}))
     runtime = sparse_compile(model, key_retention=0.3, progress=False, validate=False)
-    for length, seed in ((13, 1), (5, 2)):
-        ids, _ = padded_batch((length,), seed)
-        wanted = torch.as_tensor(runtime.generate(ids, max_new_tokens=24))
-        got = generate(model, ids, compile_config=decode_config(key_retention=0.3))
+    config = decode_config(key_retention=0.3)
+    for length, new in ((13, 24), (5, 32)):
+        ids, _ = padded_batch((length,), length)
+        wanted = torch.as_tensor(runtime.generate(ids, max_new_tokens=new))
+        got = generate(model, ids, None, new, compile_config=config)
         assert torch.equal(got, wanted)
-        assert not torch.equal(got, generate(model, ids)), "the test cannot tell sparse from dense"
+        assert not torch.equal(got, generate(model, ids, None, new)), "the test cannot tell sparse from dense"
 
 
 def test_padding_changes_no_sparse_token() -> None:
@@ -262,7 +267,7 @@ def test_a_sliding_window_longer_than_the_cache_stays_dense() -> None:
     """Nothing in the graph shows the window then; the attention module does."""
     model = tiny_model("dory", sliding_window=64)
     ids, mask = padded_batch((5, 3))
-    generate(model, ids, mask, 4, compile_config=decode_config(key_retention=0.3))
+    generate(model, ids, mask, 2, compile_config=decode_config(key_retention=0.3))
     kinds = {site.layer: site.window for site in decode_report().sites}
     assert kinds["model.layers.1.self_attn"] == 64
     assert kinds["model.layers.2.self_attn"] == 0

@@ -104,29 +104,34 @@ def test_equals_the_formulas(
     implementation: str, biased: int, rows: int, keys: int, retention: str, seed: int
 ) -> None:
     """biased: no bias, one for all heads, or one per head and a sink as well."""
-    assert_equals_the_formulas(implementation, biased, rows, keys, retention, seed)
+    assert_equals_the_formulas(implementation, biased, rows, keys, retention, seed, biased == 6)
 
 
-@pytest.mark.parametrize(("biased", "rows", "keys"), [(0, 2, 33), (1, 1, 1), (6, 2, 70)])
+@pytest.mark.parametrize(
+    ("biased", "sunk", "rows", "keys"),
+    [(0, False, 2, 33), (1, False, 1, 1), (6, True, 2, 70), (0, True, 2, 70), (0, True, 1, 12)],
+)
 @needs_interpreter
 def test_triton_equals_the_formulas(
-    monkeypatch: pytest.MonkeyPatch, biased: int, rows: int, keys: int
+    monkeypatch: pytest.MonkeyPatch, biased: int, sunk: bool, rows: int, keys: int
 ) -> None:
-    """Small units, so that a row crosses them, and the sink joins what they are merged to."""
+    """Small units, so that a row crosses them, and the sink joins what they are merged to. Without a bias there are
+    guesses at the cut, which know no sink.
+    """
     from sparse_compile.kernels import triton_backend
     from sparse_compile.kernels.triton_tuning import Tiles
 
     small = Tiles(block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2)
     monkeypatch.setattr(triton_backend, "tiles_for", lambda attention: small)
-    assert_equals_the_formulas("triton", biased, rows, keys, "0.3", 3)
+    assert_equals_the_formulas("triton", biased, rows, keys, "0.3", 3, sunk)
 
 
 def assert_equals_the_formulas(
-    implementation: str, biased: int, rows: int, keys: int, retention: str, seed: int
+    implementation: str, biased: int, rows: int, keys: int, retention: str, seed: int, sunk: bool
 ) -> None:
     q, k, v, visible = inputs(rows, keys, (6, 2), seed)
     bias = torch.randn(rows, biased, keys) if biased else None
-    sink = torch.randn(rows, 6) if biased == 6 else None
+    sink = torch.randn(rows, 6) if sunk else None
     got = run_all(q, k, v, visible, bias, retention, implementation, sink)
     wanted = textbook(q, k, v, visible, bias, retention, sink)
     assert torch.equal(got["dense"], got["capture"])
@@ -242,14 +247,15 @@ def test_a_consume_without_a_capture_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda(dtype: torch.dtype) -> None:
+def test_on_cuda(dtype: torch.dtype, biased: bool) -> None:
     """The compiled kernels over long caches, against the definition in float64 on the same values."""
     q, k, v, visible = inputs(3, 3000, (8, 4), 11, dim=128)
-    sink, bias = torch.randn(3, 8), torch.randn(3, 8, 3000)
+    sink, bias = torch.randn(3, 8), torch.randn(3, 8, 3000) if biased else None
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wanted = textbook(q, k, v, visible, bias, "0.1", sink)
-    on_device = [x.cuda() for x in (q, k, v, visible, bias)]
+    on_device = [x if x is None else x.cuda() for x in (q, k, v, visible, bias)]
     got = run_all(*on_device, "0.1", "triton", sink.cuda())
     # bfloat16: probabilities and results are rounded, values stay below 8
     margin = 2e-5 if dtype == torch.float32 else 4e-2
