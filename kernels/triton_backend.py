@@ -261,6 +261,6 @@ def _select(
         _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
-        UNIT_STEP=tiles.block, SMALL=min(tiles.small_scores, block), NB=block, PASSES=widest > block, BN=tiles.gather_block,
-        BD=scratch.width, PRECISION=_precision(a.q), num_warps=warps, **_registers(a, 16 // warps, warps),
+        UNIT_STEP=tiles.block, SMALL=min(tiles.small_scores, block), NB=block, PASSES=widest > block,
+        BN=tiles.gather_block, BD=scratch.width, PRECISION=_precision(a.q), num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
