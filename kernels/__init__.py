@@ -1,4 +1,4 @@
-"""The attention ops over a paged KV pool, and products of a few rows: their schemas, their definition and their implementations.
+"""Attention over a paged KV pool, and products of a few rows: schemas, definitions and implementations of the ops.
 
     retention    how many keys a row keeps, in exact integer arithmetic
     arguments    the operands of an op as small dataclasses, and how an output is allocated
