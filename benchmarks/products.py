@@ -110,6 +110,7 @@ def swept(product: Product) -> list[Tiles]:
         replace(first, columns=1024, slices=8, warps=8, stages=3),
         replace(first, lines=2 * first.lines, columns=256, stages=4),
         replace(first, warps=8),
+        replace(first, lines=16, columns=256, warps=4),
         *(replace(wide, splits=max(1, min(8, round(per_sm * 132 / blocks)))) for per_sm in (1, 2)),
         replace(first, pdl=True),
         replace(first, pdl=True, ahead=512),
@@ -297,7 +298,7 @@ def picks(bench: Bench) -> dict[str, Callable[[int, Tensor, bool], Tiles]]:
 
     return {
         "ours": default_pick, "ours, best tiles": best, "ours, early start": functools.partial(early, 0),
-        "ours, early start, prefetch": functools.partial(early, 512),
+        "ours, early start, prefetch": functools.partial(early, 1024),
     }  # fmt: skip
 
 

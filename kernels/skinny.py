@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def _fake_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None =
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("sparse_compile", "FRAGMENT")
-    ops = {
+    ops: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "skinny_linear": (linear, _fake_linear),
         "skinny_gated": (gated, _fake_gated),
         "skinny_add": (add, _fake_add),

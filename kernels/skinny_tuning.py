@@ -97,7 +97,14 @@ def default_tiles(product: Product, multiprocessors: int = 132) -> Tiles:
 
 
 def _buffers(product: Product, tiles: Tiles, step_bytes: int, multiprocessors: int) -> int:
-    """Steps in flight: as many as fit beside the other programs, no more than the product has."""
-    per_sm = min(_MAX_PER_SM, cdiv(cdiv(product.width, tiles.lines), multiprocessors))
-    fit = (_SHARED_BYTES // per_sm - _SYSTEM_BYTES) // step_bytes
+    """Steps in flight: as many as fit beside the other programs, no more than the product has.
+
+    Where programs would have room for one step only, fewer of them share a multiprocessor.
+    """
+    most = _MAX_PER_SM if tiles.warps == 4 else 1  # large tiles take most of the registers
+    per_sm = min(most, cdiv(cdiv(product.width, tiles.lines), multiprocessors))
+    fit = 0
+    while fit < 2 and per_sm > 0:
+        fit = (_SHARED_BYTES // per_sm - _SYSTEM_BYTES) // step_bytes
+        per_sm -= 1
     return max(1, min(6, fit, cdiv(product.depth, tiles.columns)))

@@ -136,7 +136,8 @@ def _halves(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
         dim = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
         along_last = parts.args[1] == size and dim in (-1, last)
         for user in parts.users:
-            yield (int(user.args[1]) if along_last and user.target is getitem else -1), user  # type: ignore[call-overload]
+            taken = user.args[1] if along_last and user.target is getitem else -1
+            yield (taken if isinstance(taken, int) else -1), user
         return
     for user in node.users:
         found = -1

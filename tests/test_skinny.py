@@ -241,6 +241,7 @@ def test_default_tiles_fit_and_add_in_one_order(rows: int, width: int, depth: in
     held = (tiles.lines * (2 if gated else 1) + padded_rows(rows, tiles.slices)) * tiles.columns * 2
     assert held * max(1, tiles.stages - 1) <= 227 << 10, "shared memory of one multiprocessor"
     assert (tiles.slices, tiles.splits) == (4, 1)
+    assert tiles.stages > 2 or depth <= 2 * tiles.columns, "loads overlap with products"
 
 
 def test_tiles_for_the_layers_of_a_1_4b_model_make_one_wave() -> None:
