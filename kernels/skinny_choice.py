@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from triton import cdiv
 
 from .skinny_backend import launch
-from .skinny_tuning import Product, Tiles, default_tiles
+from .skinny_tuning import Gpu, Product, Tiles, default_tiles
 
 FORMAT = 1  # of the file, and of the kernel whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
@@ -91,22 +91,25 @@ def choose(shape: Shape) -> Choice:
 @functools.lru_cache(256)
 def default_choice(shape: Shape) -> Choice:
     """Tiles by shape alone."""
-    return {rows: default_tiles(shape.product(rows), multiprocessors(shape.device)) for rows in BUCKETS}
+    return {rows: default_tiles(shape.product(rows), gpu_of(shape.device)) for rows in BUCKETS}
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def gpu_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu()
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
 
 
 def candidates(shape: Shape) -> list[Tiles]:
     """What is tried at 4 rows: the default and its neighbours; wide products with the columns parted among programs;
     and to start before the kernel ahead has finished.
     """
-    product, sms = shape.product(4), multiprocessors(shape.device)
-    first = default_tiles(product, sms)
+    product, gpu = shape.product(4), gpu_of(shape.device)
+    first = default_tiles(product, gpu)
     wide = Tiles(lines=32 if shape.gated else 64, columns=128, slices=1, stages=4)
-    splits = max(1, min(8, round(2 * sms / cdiv(product.width, wide.lines))))
+    splits = max(1, min(8, round(2 * gpu.multiprocessors / cdiv(product.width, wide.lines))))
     tried = [
         first,
         replace(first, lines=2 * first.lines, columns=256, stages=4),
@@ -120,7 +123,7 @@ def candidates(shape: Shape) -> list[Tiles]:
 
 def for_rows(shape: Shape, rows: int, family: Tiles) -> Tiles:
     """Tiles for more rows that add in the same order as `family`."""
-    made = default_tiles(shape.product(rows), multiprocessors(shape.device))
+    made = default_tiles(shape.product(rows), gpu_of(shape.device))
     if family.slices != made.slices or family.splits != 1:
         return replace(family, stages=min(family.stages, 3) if rows > 32 else family.stages)
     return replace(made, pdl=family.pdl, ahead=family.ahead)

@@ -10,11 +10,18 @@ from dataclasses import dataclass, replace
 
 from triton import cdiv
 
-# What a multiprocessor of compute capability 9 has, less what the system takes of each program.
-_SHARED_BYTES, _SYSTEM_BYTES = 228 << 10, 2 << 10
+_SYSTEM_BYTES = 2 << 10  # of shared memory that every program loses to the system
 _MAX_PER_SM = 3  # programs that share a multiprocessor in one wave
 _STEP_BYTES = 32 << 10  # of weight and rows in one step of the pipeline
 _RUN = 64  # columns, `triton_skinny.RUN`
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Multiprocessors, and the shared memory of each; the defaults are those of an H100 or H200."""
+
+    multiprocessors: int = 132
+    shared_bytes: int = 228 << 10
 
 
 @dataclass(frozen=True)
@@ -77,34 +84,36 @@ def padded_rows(rows: int, slices: int) -> int:
     return max(least, 1 << (rows - 1).bit_length())
 
 
-def default_tiles(product: Product, multiprocessors: int = 132) -> Tiles:
+def default_tiles(product: Product, gpu: Gpu = Gpu()) -> Tiles:
     """Tiles for one wave of programs, one to three on each multiprocessor, that fill its shared memory with loads.
 
     Lines: 16, more while four programs per multiprocessor would remain, or while rows, which every program reads whole,
-    would outweigh its part of the weight and half the multiprocessors would still have work.
+    would outweigh its part of the weight and half the multiprocessors would still have work; two steps must fit.
     """
     rows, parts = padded_rows(product.rows, 4), 2 if product.gated else 1
     lines = 16
     while lines * parts < 64:
         remain = cdiv(product.width, 2 * lines)
-        if remain < 4 * multiprocessors and not (lines * parts < rows and remain > 0.45 * multiprocessors):
+        outweighed = lines * parts < rows and remain > 0.45 * gpu.multiprocessors
+        fits = (2 * lines * parts + rows) * product.itemsize * 2 * 256 < gpu.shared_bytes
+        if not fits or not (outweighed or remain >= 4 * gpu.multiprocessors):
             break
         lines *= 2
     step = (lines * parts + rows) * product.itemsize  # bytes per column
     columns = 512 if step * 512 <= _STEP_BYTES and product.depth % 512 == 0 else 256
     tiles = Tiles(lines=lines, columns=columns, warps=8 if lines * parts * rows >= 2048 else 4)
-    return replace(tiles, stages=1 + _buffers(product, tiles, step * columns, multiprocessors))
+    return replace(tiles, stages=1 + _buffers(product, tiles, step * columns, gpu))
 
 
-def _buffers(product: Product, tiles: Tiles, step_bytes: int, multiprocessors: int) -> int:
+def _buffers(product: Product, tiles: Tiles, step_bytes: int, gpu: Gpu) -> int:
     """Steps in flight: as many as fit beside the other programs, no more than the product has.
 
     Where programs would have room for one step only, fewer of them share a multiprocessor.
     """
     most = _MAX_PER_SM if tiles.warps == 4 else 1  # large tiles take most of the registers
-    per_sm = min(most, cdiv(cdiv(product.width, tiles.lines), multiprocessors))
+    per_sm = min(most, cdiv(cdiv(product.width, tiles.lines), gpu.multiprocessors))
     fit = 0
     while fit < 2 and per_sm > 0:
-        fit = (_SHARED_BYTES // per_sm - _SYSTEM_BYTES) // step_bytes
+        fit = (gpu.shared_bytes // per_sm - _SYSTEM_BYTES) // step_bytes
         per_sm -= 1
     return max(1, min(6, fit, cdiv(product.depth, tiles.columns)))
