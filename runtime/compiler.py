@@ -9,7 +9,7 @@ from torch import fx
 
 from ..kernels.skinny import MAX_ROWS
 from ..passes.pieces import Code
-from ..passes.skinny import use_skinny
+from ..passes.skinny import Rewritten, use_skinny
 
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -23,7 +23,8 @@ _SYMBOLIC, _MANY = 0, -1
 class PieceCompiler:
     """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation.
 
-    skinny: whether a few rows run with the products of `passes/skinny.py`; None: on CUDA.
+    skinny: whether a few rows run with the products of `passes/skinny.py`; None: on CUDA. `rewritten` says, by the key
+    of a code, what that changed and what it left alone.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class PieceCompiler:
         self.enabled = enabled
         self.static_rows = static_rows | STATIC_ROWS
         self.skinny = skinny
+        self.rewritten: dict[str, Rewritten] = {}
         self._runs: dict[tuple[str, int], Run] = {}
 
     @property
@@ -57,19 +59,26 @@ class PieceCompiler:
             return code.module(*arguments)
         rows = arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
         device = arguments[0].device if arguments else torch.device("cpu")
-        key = code.key, self.kind(rows, device)
-        run = self._runs.get(key)
+        kind = self.kind(rows, device)
+        if kind == _MANY and not self._few_rows(code).counts:
+            kind = _SYMBOLIC  # nothing in it differs
+        run = self._runs.get((code.key, kind))
         if run is None:
             few = rows <= MAX_ROWS and self._uses_skinny(device)
-            run = self._runs[key] = self._compile(code, arguments, dynamic=key[1] <= 0, few=few)
+            module = self._few_rows(code).module if few else code.module
+            run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
         return run(*arguments)
 
     def _uses_skinny(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.skinny is None else self.skinny
 
+    def _few_rows(self, code: Code) -> Rewritten:
+        if code.key not in self.rewritten:
+            self.rewritten[code.key] = use_skinny(code.module)
+        return self.rewritten[code.key]
+
     @staticmethod
-    def _compile(code: Code, arguments: Sequence[torch.Tensor], dynamic: bool, few: bool) -> Run:
-        module = use_skinny(code.module).module if few else code.module
+    def _compile(module: fx.GraphModule, code: Code, arguments: Sequence[torch.Tensor], dynamic: bool) -> Run:
         # A module of its own: Dynamo counts recompilations per code object, and two kinds of rows are two graphs.
         module = fx.GraphModule(module, module.graph)
         if dynamic:

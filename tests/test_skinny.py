@@ -155,6 +155,34 @@ def test_layers_of_a_1_4b_model(kind: str, shape: tuple[int, int], rows: int) ->
         assert_as_good_as_eager(kind, kernel(kind, tiles, **given), given)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("ahead", [0, 128, 2048])
+def test_an_early_start_waits_for_what_it_reads(ahead: int, splits: int) -> None:
+    """A chain of products in a CUDA graph, each of which reads the result and scratch memory of the one before."""
+    late = Tiles(columns=256, splits=splits)
+    early = replace(late, pdl=True, ahead=ahead)
+    weights = [operands("linear", 1, 2048, 2048, torch.bfloat16, seed=seed)["weight"] for seed in range(8)]
+    start = operands("linear", 4, 1, 2048, torch.bfloat16)["x"]
+
+    def chain(tiles: Tiles) -> torch.Tensor:
+        x = start
+        for weight in weights * 8:
+            x = kernel("linear", tiles, x=x, weight=weight, bias=None, residual=None)
+        assert x is not None
+        return x
+
+    want = chain(late)
+    chain(early)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = chain(early)
+    for _ in range(20):
+        made.zero_()
+        graph.replay()
+        assert torch.equal(made, want)
+
+
 def test_splits_leave_the_counters_at_zero() -> None:
     from sparse_compile.kernels.arrivals import arrivals
 

@@ -24,15 +24,18 @@ E, I = 8, 16  # hidden and intermediate size  # noqa: E741
 
 
 def piece(
-    forward: Callable[..., torch.Tensor], *weights: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    forward: Callable[..., torch.Tensor],
+    *weights: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    size: int = E,
 ) -> fx.GraphModule:
-    """A piece over x [T, 1, E] with symbolic T, its weights as inputs."""
+    """A piece over x [T, 1, size] with symbolic T, its weights as inputs."""
 
     class Module(nn.Module):
         def forward(self, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
             return (forward(x, *weights),)
 
-    x = torch.randn(3, 1, E, dtype=dtype)
+    x = torch.randn(3, 1, size, dtype=dtype)
     rows = ({0: Dim.AUTO}, ({},) * len(weights))
     program = export(Module(), (x, *weights), dynamic_shapes=rows, strict=False)
     graph = program.graph_module
@@ -210,6 +213,44 @@ def test_compiled_pieces_use_the_ops_for_few_rows_only(monkeypatch: pytest.Monke
     for rows in (2, MAX_ROWS, MAX_ROWS + 1, 1, 1000):
         compiler(code, [torch.randn(rows, 1, E).bfloat16(), *WEIGHTS])
     assert ["skinny_gated" in text for text in seen] == [True, False, True]
+    assert compiler.compiled == 3
+    assert compiler.rewritten["block"].counts == {"skinny_gated": 1, "skinny_add": 1, "skinny_linear": 1}
+
+
+def test_a_piece_without_such_products_has_one_symbolic_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    code = Code(piece(F.linear, weight(24, E, dtype=torch.float32), dtype=torch.float32), (0,), "plain")
+    compiler = PieceCompiler(enabled=True, skinny=True)
+    for rows in (2, MAX_ROWS + 1):
+        compiler(code, [torch.randn(rows, 1, E), weight(24, E, dtype=torch.float32)])
+    assert compiler.compiled == 1
+    assert [reason for _, reason in compiler.rewritten["plain"].left_alone] == [
+        "there is no kernel for torch.float32"
+    ]
+
+
+@pytest.mark.gpu
+def test_pieces_on_cuda_in_and_out_of_graphs() -> None:
+    """Every kind of row count, compiled, against float64; rows of one kind do not know how many they are."""
+    weights = [weight(n, k).cuda() / k**0.5 for n, k in ((2 * 512, 256), (256, 512), (384, 256))]
+
+    def forward(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, w[0]).chunk(2, -1)
+        return F.linear(x + F.linear(F.silu(gate) * up, w[1]), w[2])
+
+    graph = piece(forward, *(w.cpu() for w in weights), size=256)
+    code, compiler = Code(graph, (0,), "cuda"), PieceCompiler(enabled=True)
+    x = torch.randn(MAX_ROWS + 1, 1, 256, device="cuda").bfloat16()
+    exact = forward(x.double(), *(w.double() for w in weights))
+    for rows in (2, 5, MAX_ROWS, MAX_ROWS + 1, 1):
+        (made,) = compiler(code, [x[:rows], *weights])
+        error, eager = ((y.double() - exact[:rows]).abs().max() for y in (made, forward(x[:rows], *weights)))
+        assert error <= eager + 2**-8 * exact.abs().max()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            (again,) = compiler(code, [x[:rows], *weights])
+        captured.replay()
+        assert torch.equal(again, made)
     assert compiler.compiled == 3
 
 
