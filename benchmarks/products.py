@@ -151,6 +151,7 @@ def swept(product: Product) -> list[Tiles]:
         replace(first, columns=1024, slices=8, warps=8, stages=3),
         replace(first, lines=2 * first.lines, columns=256, stages=4),
         replace(first, warps=8),
+        replace(first, splits=2, stages=min(4, first.stages)),
         replace(first, lines=16, columns=256, warps=4),
         *(replace(wide, splits=max(1, min(8, round(per_sm * 132 / blocks)))) for per_sm in (1, 2)),
         early(0, product),

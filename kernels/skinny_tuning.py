@@ -1,7 +1,8 @@
 """Tile sizes of the products of a few rows, from the shape of the weight and the number of rows.
 
-`slices` and `splits` decide in which order a sum is added, so they may depend on the weight's shape and dtype alone;
-all other sizes may follow the number of rows too.
+`slices` and `splits` decide in which order a sum is added, so they may depend on the weight's shape and dtype alone; so
+may `columns` where there are splits, and `lines` where there is one slice. All other sizes may follow the number of
+rows.
 """
 
 from __future__ import annotations

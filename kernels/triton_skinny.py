@@ -7,9 +7,9 @@ a sum of its own, so that a program may have few lines and still keep all warps 
 when the last step is done. The columns may also be parted among SPLITS programs, which leave partial sums in scratch;
 the last one to arrive adds them in their order.
 
-A row's bits follow from K, SLICES and SPLITS alone (with SPLITS > 1 also from BK, in which they are counted), not from
-M, the other rows or any other size. Sums are float32, epilogues too, and the result is rounded once. All addresses are
-int64.
+A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Two exceptions:
+SPLITS are counted in steps of BK; and with one slice, programs of 64 lines run on Hopper's wide products, which add in
+an order of their own. Sums are float32, epilogues too, and the result is rounded once. All addresses are int64.
 
 With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
 the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.

@@ -76,7 +76,7 @@ def test_options_in_the_readme_exist() -> None:
     from sparse_compile import SparseConfig
 
     known = {field.name for field in fields(SparseConfig)}
-    known |= {"recurrent_kv_cache_mode", "SPARSE_COMPILE_DUMP"}
+    known |= {"recurrent_kv_cache_mode", "SPARSE_COMPILE_DUMP", "SPARSE_COMPILE_TUNE"}
     rows = [line for line in README.read_text().splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)=", row)}
     assert {"enabled", "key_retention", "validate", "roll", "implementation", "progress"} <= named <= known
