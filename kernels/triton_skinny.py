@@ -122,10 +122,12 @@ def skinny_kernel(
     start = split * steps * BK
     end = tl.minimum(start + steps * BK, K)
     if PDL:
-        gdc_launch_dependents()
         if AHEAD > 0:
             prefetch_weight(w, tile, start, N, end, w_n, BN, ROWS, GATED, AHEAD, THREADS)
+        # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
+        # kernels read what those have written without a wait of their own.
         gdc_wait()
+        gdc_launch_dependents()
     line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED)
     m = tl.arange(0, BM)
     c = tl.arange(0, COLUMNS)
