@@ -64,7 +64,7 @@ def assert_as_good_as_eager(kind: str, got: torch.Tensor, given: dict[str, torch
     assert mine <= theirs + margin * truth.abs().max().item(), f"error {mine:.3g}, eager {theirs:.3g}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 64),
@@ -114,11 +114,16 @@ def test_any_sizes_take_every_column_once(kind: str) -> None:
     given = operands(kind, 5, 48, 600, torch.float16)
     given = {name: None if x is None else (x * 40).round().clamp(-2, 2) for name, x in given.items()}
     want = skinny.define(**given)  # type: ignore[arg-type]
-    for slices in (1, 2, 4, 8):
-        for columns in (512, 1024):
-            for splits in (1, 2, 5):
-                tiles = Tiles(slices=slices, columns=columns, splits=splits, stages=2, warps=8)
-                assert torch.equal(kernel(kind, tiles, **given), want), tiles
+    for slices, columns, splits in (
+        (1, 64, 1),
+        (1, 128, 5),
+        (2, 512, 2),
+        (4, 256, 3),
+        (4, 1024, 1),
+        (8, 512, 1),
+    ):
+        tiles = Tiles(slices=slices, columns=columns, splits=splits, stages=2, warps=8)
+        assert torch.equal(kernel(kind, tiles, **given), want), tiles
 
 
 @pytest.mark.gpu
@@ -217,7 +222,7 @@ def test_strides() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lead", [(3,), (2, 1), (), (0,)])
+@pytest.mark.parametrize("lead", [(2, 1), (), (0,)])
 def test_opcheck(kind: str, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
     """Schema, fake and tracing agree with the real op. This proves no numbers; other tests compare those."""
     given = operands(kind, 1, 8, 16, dtype, bias=True)
