@@ -124,7 +124,7 @@ class Bench:
         return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
-        """Calls of one op, or of one of the three kernels of a capture: attend, threshold, retain."""
+        """Calls of one op, or of one of the two kernels of a capture: attend, select."""
         if op == "consume":
             triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
         if op in ("dense", "consume"):
@@ -133,15 +133,13 @@ class Bench:
 
     def _part(self, op: str, a: Attention) -> Callable[[], Any]:
         def attend() -> triton_backend.Scratch:
-            return triton_backend._attend(a, self.out, triton_backend.MODE_CAPTURE, self.store)
+            mode = triton_backend.MODE_CAPTURE
+            return triton_backend._attend(a, self.out, mode, self.store, self.retention)
 
         if op == "attend":
             return attend
         scratch = attend()
-        triton_backend._find_cuts(a, self.retention, scratch)
-        if op == "threshold":
-            return lambda: triton_backend._find_cuts(a, self.retention, scratch)
-        return lambda: triton_backend._retain(a, self.store, self.retention, scratch)
+        return lambda: triton_backend._select(a, self.store, self.retention, scratch)
 
     def sdpa_calls(self, backend: Any) -> list[Callable[[], Any]]:
         from torch.nn.attention import sdpa_kernel
@@ -252,10 +250,9 @@ def tune(points: list[Point]) -> None:
             )
         ],
         "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
-        "threshold": [Tiles(threshold_warps=warps) for warps in (8, 16)],
-        "retain": [
-            Tiles(slice=size, gather_block=block)
-            for size, block in itertools.product((512, 1024, 2048), (32, 64, 128))
+        "select": [
+            Tiles(guesses=guesses, thread_scores=scores, gather_block=block)
+            for guesses, scores, block in itertools.product((0, 3), (16, 32), (32, 64))
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])

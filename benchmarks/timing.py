@@ -1,4 +1,6 @@
-"""How every benchmark times: CUDA graphs of calls over rotating buffers, median of replays, conditions first."""
+"""How every benchmark times: CUDA graphs of calls over rotating buffers, median of replays, conditions first; and whole
+steps of a decoder, one behind the other.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,16 +19,15 @@ import torch
 
 def conditions() -> dict[str, Any]:
     """What the figures depend on: GPU, versions, commit and command."""
-    import triton
-
     commit = os.environ.get("SPARSE_COMPILE_COMMIT", "")  # for a copy of the tree that has no .git
     if not commit:
         found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = found.stdout.strip() or "unknown"
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)",
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": version("triton"),
+        "transformers": version("transformers"),
         "commit": commit,
         "command": " ".join(
             [
@@ -72,3 +76,36 @@ def graph_time(calls: list[Callable[[], Any]], replays: int = 7, least_ms: float
         times.append(start.elapsed_time(end))
     del graph
     return statistics.median(times) * 1000 / (rounds * len(calls))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds per step: on the device's own clock from the first to the last step, and on the wall's."""
+
+    device_ms: float
+    wall_ms: float
+
+
+def step_time(step: Callable[[], Any], warm: int, steps: int) -> StepTime:
+    """Time `steps` steps in a row after `warm` others. Nothing waits between them that the steps do not wait for."""
+    for _ in range(warm):
+        step()
+    synchronize()
+    on_cuda = torch.cuda.is_available()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
+    start = time.perf_counter()
+    if events:
+        events[0].record()
+    for _ in range(steps):
+        step()
+    if events:
+        events[1].record()
+    synchronize()
+    wall = (time.perf_counter() - start) * 1000 / steps
+    return StepTime(events[0].elapsed_time(events[1]) / steps if events else wall, wall)
+
+
+def synchronize() -> None:
+    """Wait for the device, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

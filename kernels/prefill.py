@@ -133,7 +133,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, heads: Heads, chunk: Chunk) -> Tens
         return _sdpa(q, k, v, heads.scale, attn_mask=mask).transpose(1, 2)
     if not inside:
         return _causal(q, k, v, heads.scale).transpose(1, 2)
-    first = _sdpa(q[:, :, :inside], *(x[:, :, : chunk.prefix_length] for x in (k, v)), heads.scale)
+    before = slice(chunk.prefix_length)
+    first = _sdpa(q[:, :, :inside], k[:, :, before], v[:, :, before], heads.scale)
     if inside == chunk.rows:
         return first.transpose(1, 2)
     return torch.cat([first, _causal(q[:, :, inside:], k, v, heads.scale)], dim=2).transpose(1, 2)

@@ -1,7 +1,7 @@
 """The attention kernel for CUDA: dense, capture, consume and mixed rows over the paged pool.
 
-One program attends one unit of keys, or two neighbouring ones, for one tile: the query heads of `PACK` key/value heads
-and of `R` rows of one sequence (dense, capture), or one query head of one row (consume). A unit is a run of consecutive
+One program attends one unit of keys, or two neighbouring ones, for one tile: the query heads of one key/value head and
+of `R` rows of one sequence (dense, capture), or one query head of one row (consume). A unit is a run of consecutive
 visible keys, or of retained keys, whose size follows from the row's own length alone; so is every order of addition,
 and a row's bits do not depend on its neighbours or on the size of the batch. Programs leave partial results in
 scratch; the last one of a tile to arrive merges them in a fixed order, applies a consume's correction, and writes the
@@ -14,19 +14,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from .triton_parts import (
-    LOG2E,
-    finite_or_zero,
-    load_keys,
-    merge_units,
-    page_of,
-    pair_weights,
-    product,
-    unit_size,
-    weighted,
-)
+from .triton_guesses import HALF, guess_cuts, store_guesses
+from .triton_loops import attend_all, attend_kept
+from .triton_parts import merge_pair, merge_units, unit_size
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -34,54 +25,6 @@ MODE_CONSUME = 2
 MODE_MIXED = 3
 _DENSE, _CAPTURE = tl.constexpr(MODE_DENSE), tl.constexpr(MODE_CAPTURE)
 _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
-
-STORE_PAIR = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
-)
-STORE_PAIR_LAST = tl.constexpr(
-    "{ .reg .pred p; .reg .b64 q; setp.ne.b32 p, $4, 0; createpolicy.fractional.L2::evict_last.b64 q, 1.0; "
-    "@p st.global.L2::cache_hint.v2.f32 [$1], {$2, $3}, q; mov.u32 $0, 0; }"
-)
-
-
-@triton.jit
-def soft_cap(s, cap):
-    """cap * tanh(s / cap), by the exponential that every backend has."""
-    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
-
-
-@triton.jit
-def online_softmax(s, m, l, acc, v, PRECISION: tl.constexpr):
-    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD])."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = finite_or_zero(m_new)
-    alpha = tl.exp2((m - m_safe) * LOG2E)
-    p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
-    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(p.to(v.dtype), v, PRECISION)
-
-
-@triton.jit
-def store_scores(scores, line, n, s, wanted, HOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Keep s [BM, BN] where `wanted`, at line [BM] + n [BN], both int32. The padded tile need not move for one row.
-
-    HOW "tile": as a tile. "row": one row is live per column, and is summed out first. "pairs": straight from where the
-    product left it, two neighbouring columns at a time; columns come in pairs and lines have an even size.
-    """
-    if HOW == "row":
-        row = tl.sum(tl.where(wanted, s, 0.0), 0)  # [BN]
-        at = tl.max(tl.where(wanted, line[:, None] + n[None, :], -1), 0)
-        tl.store(scores + at, row, mask=at >= 0)
-    elif HOW == "tile":
-        tl.store(scores + line[:, None] + n[None, :], s, mask=wanted)
-    else:
-        even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
-        first, _ = tl.split(tl.reshape(n, [BN // 2, 2]))
-        mask, _ = tl.split(tl.reshape(wanted.to(tl.int32), [BM, BN // 2, 2]))
-        at = scores + line[:, None] + first[None, :]
-        tl.inline_asm_elementwise(
-            STORE_PAIR if HOW == "pairs" else STORE_PAIR_LAST,
-            "=r,l,f,f,r", [at.to(tl.int64, bitcast=True), even, odd, mask], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -93,104 +36,53 @@ def write_kernel(
     """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
-    base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane
+    base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
     write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, tl.load(row_position + row), row, base, head,
-              k_t, k_h, v_t, v_h, pool_page, pool_head, pool_token, 1, PAGE, D, BD)  # fmt: skip
+              k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
 
 
 @triton.jit
 def write_key(
-    k_new, v_new, k_pool, v_pool, table_row, position, row, base, head0,
-    k_t, k_h, v_t, v_h, pool_page, pool_head, pool_token,
-    PACK: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    k_new, v_new, k_pool, v_pool, table_row, position, row, base, head, k_t, k_h, v_t, v_h, pool_page, pool_token,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store the row's own key and value of heads head0 .. head0 + PACK - 1."""
-    head = head0 + tl.arange(0, PACK)
+    """Store the row's own key and value of one head; `base` is the head's place in page 0."""
     d = tl.arange(0, BD)
-    ok = (head >= 0)[:, None] & (d < D)[None, :]
+    ok = d < D
     page = tl.load(table_row + position // PAGE).to(tl.int64)
-    at = base + page * pool_page + (position % PAGE) * pool_token + head * pool_head
-    to = at[:, None] + d[None, :]
-    tl.store(k_pool + to, tl.load(k_new + row * k_t + (head * k_h)[:, None] + d[None, :], mask=ok), mask=ok)
-    tl.store(v_pool + to, tl.load(v_new + row * v_t + (head * v_h)[:, None] + d[None, :], mask=ok), mask=ok)
+    to = base + page * pool_page + (position % PAGE) * pool_token + d
+    tl.store(k_pool + to, tl.load(k_new + row * k_t + head * k_h + d, mask=ok), mask=ok)
+    tl.store(v_pool + to, tl.load(v_new + row * v_t + head * v_h + d, mask=ok), mask=ok)
 
 
 @triton.jit
-def attend_kept(
-    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap,
-    HAS_CAP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+def attend_unit(
+    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
+    quantile, scores, line_m, guess_acc, guess_stats, row, head0, unit, width, captured,
+    GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
-    m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BD], tl.float32)
-    e = tl.arange(0, BK)
-    for e0 in tl.range(start, end, BK, num_stages=STAGES):
-        ok = e0 + e < end
-        n = tl.load(kept_line + e0 + e, mask=ok, other=0)
-        page = page_of(table_row, n, ok, PAGE)
-        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
-        s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
-        if HAS_CAP:
-            s = soft_cap(s, cap)
-        m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, PRECISION)
+    """`attend_all` over one unit of keys; a captured one keeps its sums over the keys above guessed cuts."""
+    cut = tl.full([BM], float("-inf"), tl.float32)
+    deviation = cut
+    if GUESSES > 0:
+        if captured:
+            cut, deviation = guess_cuts(
+                q_tile, k_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
+                cap, quantile, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, PAGE, BM, BN, PRECISION,
+            )  # fmt: skip
+    m, l, acc = attend_all(
+        q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
+        cap, cut, scores, line_m, captured, GUESSES, HAS_CAP, HAS_WINDOW, CAPTURES, ASSEMBLY, PAGE, BM, BN, BD, STAGES,
+        PRECISION,
+    )  # fmt: skip
+    if GUESSES > 0:
+        if captured:
+            if start < end:
+                store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                              HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
     return m, l, acc
-
-
-@triton.jit
-def attend_all(
-    q_tile, k_pool, v_pool, base, table_row, kv_m, start, middle, end, first_m, length_m, d, d_ok,
-    pool_head, pool_page, pool_token, scale, cap, scores, line_m, captured,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CAPTURES: tl.constexpr, HOW: tl.constexpr, PACK: tl.constexpr,
-    PAIR: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attention over keys start .. end - 1 of PACK heads: (m [BM], l [BM], acc [BM, BD]).
-
-    A step takes BN / PACK keys of each head; a query meets the keys of its own head kv_m [BM] only. With PAIR the keys
-    from `middle` on are a second unit: it starts from nothing, and the two are merged at the end.
-    """
-    m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BD], tl.float32)
-    m_a, l_a, acc_a = m, l, acc
-    STEP: tl.constexpr = BN // PACK
-    offset = tl.arange(0, BN) % STEP
-    kv = tl.arange(0, BN) // STEP
-    head_base = base + kv * pool_head if PACK > 1 else base
-    # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
-    page = page_of(table_row, start + offset, start + offset < end, PAGE)
-    for n0 in tl.range(start, end, STEP, num_stages=STAGES):
-        n = n0 + offset
-        ok = n < end
-        page_next = page_of(table_row, n + STEP, n + STEP < end, PAGE)
-        k = load_keys(k_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
-        v = load_keys(v_pool, head_base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
-        s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BN]
-        if HAS_CAP:
-            s = soft_cap(s, cap)
-        seen = ok[None, :] & (n[None, :] < length_m[:, None])
-        if PACK > 1:
-            seen = seen & (kv[None, :] == kv_m[:, None])
-        if HAS_WINDOW:
-            seen = seen & (n[None, :] >= first_m[:, None])
-        if CAPTURES:
-            if captured:
-                store_scores(scores, line_m, n, s, seen, HOW, BM, BN)
-        if PAIR:
-            if n0 == middle:
-                m_a, l_a, acc_a = m, l, acc
-                m = tl.full([BM], float("-inf"), tl.float32)  # alpha = 0 then clears the sums
-        m, l, acc = online_softmax(tl.where(seen, s, float("-inf")), m, l, acc, v, PRECISION)
-        page = page_next
-    total = l
-    if PAIR:
-        m, a, b = pair_weights(m_a, m)
-        total = weighted(l_a, a, total, b)
-        acc = weighted(acc_a, a[:, None], acc, b[:, None])
-    return m, total, acc
 
 
 @triton.jit
@@ -225,26 +117,24 @@ def emit(
 @triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
-    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived,
+    out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
     q_t, q_h, k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
-    plane, plane_stride, scale, cap, window, site, sites, capacity,
+    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, PACK: tl.constexpr, PAIR: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    SLOTS: tl.constexpr, HOW: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, units or pairs of them, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
-    arrived int32 [T * H], zero before and after every launch.
+    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch.
     """
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        gdc_launch_dependents()
     row0 = (tile * R).to(tl.int64)
     # Everything that addresses depend on is asked for at once.
     seq = tl.load(row_seq + row0).to(tl.int64)
@@ -255,20 +145,28 @@ def attention_kernel(
         mode = tl.load(row_mode + row0)
         kept = mode == 3
         captured = mode == 2
-        width = tl.where(kept, 1, PACK * G)
+        width = tl.where(kept, 1, G)
     else:  # known when the kernel is built: only one of the two loops is in it
         kept: tl.constexpr = MODE == _CONSUME
         captured: tl.constexpr = MODE == _CAPTURE
-        width: tl.constexpr = 1 if MODE == _CONSUME else PACK * G
-    # The tile: query m is head head0 + m % width of row row0 + m // width.
+        width: tl.constexpr = 1 if MODE == _CONSUME else G
+    # The tile: query m is head head0 + m % width of row row0 + m // width. With GUESSES there is one row, and copies of
+    # its queries (see `triton_guesses`), of which the first one of each head is its own.
     head0 = column * width
     kv0 = head0 // G
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
-    rows = row0 + mi // width if R > 1 else row0 + mi * 0
-    heads = head0 + mi % width if R > 1 else head0 + mi
-    live = (mi < R * width) & (heads < HEADS)
+    if GUESSES > 0:
+        rows = row0 + mi * 0
+        heads = head0 + mi % HALF // COPIES
+        live = (mi % HALF // COPIES < width) & (heads < HEADS)
+        own = live & (mi < HALF) & (mi % COPIES == 0)
+    else:
+        rows = row0 + mi // width if R > 1 else row0 + mi * 0
+        heads = head0 + mi % width if R > 1 else head0 + mi
+        live = (mi < R * width) & (heads < HEADS)
+        own = live
     at_0, at_m = row0 * HEADS + head0, rows * HEADS + heads  # [BM]
     length_m = tl.load(row_length + rows, mask=live, other=0)
     if MODE == _MIXED:
@@ -288,29 +186,29 @@ def attention_kernel(
     if kept:
         stored = tl.load(count + slot * sites + site)
         total = tl.where(length > 0, stored, 0)
-        keys = unit_size(total, MIN_KEPT, MAX_KEPT)
+        keys = unit_size(total, MIN_KEPT, MAX_KEPT, BK)
     else:
         total = length - first
-        keys = unit_size(total, MIN_UNIT, MAX_UNITS)
+        keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
     start = span * keys * (2 if PAIR else 1)
     table_row = table + seq * table_s
-    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane
+    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
     last = tl.maximum(units - 1, 0) // (2 if PAIR else 1)
     if FUSE_WRITE and (span == last) & (length > 0):
         write_key(k_new, v_new, k_pool, v_pool, table_row, position, row0, base, kv0,
-                  k_t, k_h, v_t, v_h, pool_page, pool_head, pool_token, PACK, PAGE, D, BD)  # fmt: skip
+                  k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
         tl.debug_barrier()
-    base += kv0 * pool_head
     if units == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
-            tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=live[:, None] & d_ok[None, :])
+            tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
         end = tl.minimum(start + keys * (2 if PAIR else 1), total)
+        line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         if kept:
             kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
@@ -318,22 +216,32 @@ def attention_kernel(
                 cap, HAS_CAP, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
-            m, l, acc = attend_all(
-                q_tile, k_pool, v_pool, base, table_row, heads // G - kv0, start + first, start + first + keys,
-                end + first, first_m, length_m, d, d_ok, pool_head, pool_page, pool_token, scale, cap,
-                scores + at_0 * scores_s, ((at_m - at_0) * scores_s).to(tl.int32), captured, HAS_CAP, HAS_WINDOW,
-                CAPTURES, HOW, PACK, PAIR, PAGE, BM, BN, BD, STAGES, PRECISION,
+            own_scores = scores + at_0 * scores_s
+            middle = tl.minimum(start + keys, total) + first
+            m, l, acc = attend_unit(
+                q_tile, k_pool, v_pool, base, table_row, start + first, middle, first_m, length_m, d, d_ok, pool_page,
+                pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
+                span * 2 if PAIR else span, width, captured, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, CAPTURES,
+                ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
             )  # fmt: skip
+            if PAIR:
+                m_b, l_b, acc_b = attend_unit(
+                    q_tile, k_pool, v_pool, base, table_row, middle, end + first, first_m, length_m, d, d_ok, pool_page,
+                    pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
+                    span * 2 + 1, width, captured, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, CAPTURES,
+                    ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
+                )  # fmt: skip
+                m, l, acc = merge_pair(m, l, acc, m_b, l_b, acc_b)
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
         if last == 0:
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
-            emit(result, m, l, rows, heads, live, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
+            emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                  kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
             part = at_m * SLOTS + span
-            tl.store(part_m + part, m, mask=live)
-            tl.store(part_l + part, l, mask=live)
-            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=live[:, None])
+            tl.store(part_m + part, m, mask=own)
+            tl.store(part_l + part, l, mask=own)
+            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
             if ticket == last:

@@ -1,4 +1,4 @@
-"""What the attention and the selection kernels share: sizes of units, addresses, products, and the merge of units."""
+"""What the attention and the selection kernels share: addresses, products, scores, merges."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-2147483648)
+HIGHEST = tl.constexpr(2147483647)
 
 
 @triton.jit
-def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr):
-    """Keys per unit: the smallest MIN_UNIT * 2^i of which MAX_UNITS cover `length`."""
-    unit = tl.full((), MIN_UNIT, tl.int32)
-    while unit * MAX_UNITS < length:
-        unit = unit * 2
-    return unit
+def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.constexpr):
+    """Keys per unit: MIN_UNIT, or as many STEPs as MAX_UNITS need to cover `length`."""
+    return tl.maximum(MIN_UNIT, tl.cdiv(tl.cdiv(length, MAX_UNITS), STEP) * STEP)
 
 
 @triton.jit
@@ -41,6 +40,27 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def soft_cap(s, cap):
+    """cap * tanh(s / cap), by the exponential that every backend has."""
+    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def score(
+    q_tile, k, n, end, first_m, length_m, scale, cap,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(s [BM, BN], seen [BM, BN]): scores of the keys n [BN], and which of them each query sees."""
+    s = product(q_tile, tl.trans(k), PRECISION) * scale
+    if HAS_CAP:
+        s = soft_cap(s, cap)
+    seen = (n < end)[None, :] & (n[None, :] < length_m[:, None])
+    if HAS_WINDOW:
+        seen = seen & (n[None, :] >= first_m[:, None])
+    return s, seen
+
+
+@triton.jit
 def finite_or_zero(m):
     """A maximum to subtract from scores: 0 where there was none."""
     return tl.where(m == float("-inf"), 0.0, m)
@@ -58,6 +78,13 @@ def pair_weights(m_a, m_b):
 def weighted(x_a, a, x_b, b):
     """x_a * a + x_b * b with one rounding order: the compiler cannot contract it in another way elsewhere."""
     return tl.fma(x_a, a, x_b * b)
+
+
+@triton.jit
+def merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b):
+    """Two partial results (m [X], l [X], acc [X, BD]) as one: the same bits in registers as in `merge_units`."""
+    m, a, b = pair_weights(m_a, m_b)
+    return m, weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
 
 
 @triton.jit
@@ -86,9 +113,29 @@ def merge_units(
         slot += pair
         m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
         m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, 2 * pair + 1 < units, d, BD)
-        m, a, b = pair_weights(m_a, m_b)
-        l, acc = weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
+        m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
     top = tl.max(m, 0)
     w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
     # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.
     return tl.sum(tl.fma(acc, w[:, None], 0.0), 0), top, tl.sum(tl.fma(l, w, 0.0), 0)
+
+
+@triton.jit
+def sortable(s):
+    """float32 -> int32 whose signed order is the order of the floats; -0.0 and 0.0 become one."""
+    bits = (s + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def unsortable(key):
+    """The inverse of `sortable`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tree_sum(x, N: tl.constexpr, W: tl.constexpr):
+    """x [N, W] summed over N by halves: an order that does not depend on how threads share x."""
+    for i in tl.static_range(N.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, [2, N >> (i + 1), W]), 0)
+    return tl.sum(x, 0)

@@ -1,259 +1,179 @@
 """What capture adds to the dense kernel: the retained set, its mass, and C_ref.
 
-`threshold_kernel` finds, for one (row, head), the cut that `keep` scores reach, by narrowing a bracket of sortable
-integers (their order is that of the floats), and counts per slice of keys how many retained keys come before it.
-`retain_kernel` then works on all slices at once: each program writes the retained positions of its slices, in
-ascending order, gathers their values, and reduces weights exp(s - max) and weighted values; the last one of a
-(row, head) to arrive adds the parts up in order of the slices. Ties go to the lowest positions.
+One program selects for one (row, head), with all scores in registers where they fit. It finds the cut that `keep`
+scores reach (see `triton_cut`); writes the retained positions in ascending order, ties going to the lowest; and sums
+the retained values. Of those, attention has left sums over the keys above a guessed cut (see `triton_guesses`): the
+keys between guess and cut are listed as well, and only their values are read. Where guesses miss by more keys than are
+retained, the retained ones are read themselves.
 
-Mirrors `reference.capture`.
+Mirrors `reference.capture`. No bit depends on how many warps share the work, which follows from the block table.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_parts import LOG2E, load_keys, page_of, product, unit_size
+from .triton_cut import find_cut, load_sortable
+from .triton_guesses import choose_guesses, sum_guesses
+from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, product, sortable, unit_size
 
-LOWEST = tl.constexpr(-2147483648)
-HIGHEST = tl.constexpr(2147483647)
-
-
-@triton.jit
-def sortable(s):
-    """float32 -> int32 whose signed order is the order of the floats; -0.0 and 0.0 become one."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+FIX = tl.constexpr(1 << 16)
+"""Two counts share an integer: of retained keys below this bit, of keys to fix above."""
 
 
 @triton.jit
-def unsortable(key):
-    """The inverse of `sortable`."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+def retained_of(marks):
+    """Retained keys in a sum of marks."""
+    return marks & (FIX - 1)
 
 
 @triton.jit
-def load_sortable(scores_row, n, length):
-    """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
+def fixes_of(marks):
+    """Keys to fix in a sum of marks."""
+    return (marks >> 16) & 0xFFFF
 
-    Loads go by fours: lines of scores are padded to a multiple of 16.
+
+@triton.jit
+def counts_before(x, N: tl.constexpr):
+    """[N]: sums of the entries of x [N] before each, by comparing all with all in two levels."""
+    B: tl.constexpr = 1 << ((N.bit_length() - 1) // 2)
+    A: tl.constexpr = N // B
+    a, b = tl.arange(0, A), tl.arange(0, B)
+    grid = tl.reshape(x, [A, B])
+    inner = tl.sum(tl.where(b[None, None, :] < b[None, :, None], grid[:, None, :], 0), 2)  # [A, B]
+    outer = tl.sum(tl.where(a[None, :] < a[:, None], tl.sum(grid, 1)[None, :], 0), 1)  # [A]
+    return tl.reshape(inner + outer[:, None], [N])
+
+
+@triton.jit
+def running_counts(x, NB: tl.constexpr):
+    """The cumulative sum of x [NB]. A long one as scans of 128 entries, each within a warp, and one over their totals:
+    across 16 warps Triton's scan takes several times the instructions.
     """
-    s = tl.load(scores_row + n, mask=n // 4 * 4 < length, other=0.0)
-    return tl.where(n < length, sortable(s), LOWEST)
+    if NB <= 8192:
+        return tl.cumsum(x, 0)
+    else:
+        lines = tl.reshape(x, [NB // 128, 128])
+        before = counts_before(tl.sum(lines, 1), NB // 128)
+        return tl.reshape(tl.cumsum(lines, 1) + before[:, None], [NB])
 
 
 @triton.jit
-def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
-    """How many of a row's scores are at or above `candidate`."""
-    found = tl.sum((key >= candidate).to(tl.int32), 0)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
-            found += tl.sum((other >= candidate).to(tl.int32), 0)
-    return found
+def mark(key, n0, length, cut, ties, equal, best, unit, GUESSES: tl.constexpr, NB: tl.constexpr):
+    """[NB] for the keys n0 .. n0 + NB - 1: 1 if it is retained, plus FIX if the guesses are wrong about that.
+
+    `equal` keys before these are equal to `cut - 1`.
+    """
+    retained = key >= cut
+    if ties > equal:
+        same = key == cut - 1
+        retained = retained | (same & (equal + running_counts(same.to(tl.int32), NB) <= ties))
+    marks = retained.to(tl.int32)
+    if GUESSES > 0:
+        four = n0 + tl.arange(0, NB // 4) * 4  # units have whole fours of keys
+        guess = tl.load(best + (four // unit), mask=four < length, other=HIGHEST)
+        counted = key >= tl.reshape(tl.broadcast_to(guess[:, None], [NB // 4, 4]), [NB])
+        marks += (retained != counted).to(tl.int32) * FIX
+    return marks
 
 
 @triton.jit
-def moments(key, n, length):
-    """(lowest key, sum, sum of squares) of the scores n [NB] of a row."""
-    inside = n < length
-    s = tl.where(inside, unsortable(key), 0.0)
-    return tl.min(tl.where(inside, key, HIGHEST), 0), tl.sum(s, 0), tl.sum(s * s, 0)
-
-
-@triton.jit
-def describe(scores_row, length, key, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
-    """(lowest key, mean, standard deviation) of a row's scores."""
-    n = tl.arange(0, NB)
-    low, total, squares = moments(key, n, length)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + n, length)
-            low_0, total_0, squares_0 = moments(other, n0 + n, length)
-            low, total, squares = tl.minimum(low, low_0), total + total_0, squares + squares_0
-    mean = total / length
-    return low, mean, tl.sqrt(tl.maximum(squares / length - mean * mean, 1e-12))
-
-
-@triton.jit
-def find_cut(
-    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr
+def count_fixes(
+    scores_row, length, fixes, equal, cut, ties, best, unit, GUESSES: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
-    """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
-
-    A bracket [low, high) with count(low) >= keep > count(high) shrinks. The first guess takes the scores as normally
-    distributed, the second follows that distribution's density; later ones interpolate between the logarithms of the
-    two counts; the end that stays twice in a row loses half its weight (the Illinois rule), and every eighth turn
-    halves the integers in between, so that it always ends. It stops early where exactly `keep` scores reach.
-    """
-    low, mean, deviation = describe(scores_row, length, key, IN_REGISTERS, NB)
-    high = top + 1
-    reached = length
-    beyond = tl.full((), 0, tl.int32)  # how many reach `high`
-    target = tl.log2(keep.to(tl.float32))
-    over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
-    under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
-    density = length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423 / deviation
-    guess = mean + quantile * deviation
-    side = tl.full((), 0, tl.int32)
-    turn = tl.full((), 0, tl.int32)
-    while (reached != keep) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        if turn % 8 != 7:
-            middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
-        value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
-        if found >= keep:
-            low = middle
-            reached = found
-            over = tl.maximum(value, 1e-3)
-            under = tl.where(side == 1, under * 0.5, under)
-            side = tl.full((), 1, tl.int32)
-        else:
-            high = middle
-            beyond = found
-            under = value
-            over = tl.where(side == -1, over * 0.5, over)
-            side = tl.full((), -1, tl.int32)
-        if turn == 0:
-            guess = unsortable(middle) + (found - keep + 0.5) / density
-        else:
-            left = unsortable(low)
-            guess = left + over / (over - under) * (unsortable(high - 1) - left)
-        turn += 1
-    exact = reached == keep
-    return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)
+    """How many keys of a row its guesses are wrong about: `fixes` of the first NB, and those of the others."""
+    for n0 in range(NB, length, NB):
+        key = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
+        marks = mark(key, n0, length, cut, ties, equal, best, unit, GUESSES, NB)
+        fixes += fixes_of(tl.sum(marks, 0))
+        equal += tl.sum((key == cut - 1).to(tl.int32), 0)
+    return fixes
 
 
 @triton.jit
-def write_places(
-    places, line, key, slice0, slices, cut, ties, above, equal, keep, NB: tl.constexpr, SLICE: tl.constexpr
-):
-    """Places [2, line] of the slices in key [NB]: where each begins in the retained list, and the ties left for it.
-
-    `above` and `equal` count what earlier slices hold; returned with this block's added.
-    """
-    COUNT: tl.constexpr = NB // SLICE
-    # Both counts of a slice fit one integer: a reduction less.
-    marks = (key >= cut).to(tl.int32) + ((key == cut - 1).to(tl.int32) << 16)
-    both = tl.sum(tl.reshape(marks, [COUNT, SLICE]), 1)  # [COUNT]
-    own_above, own_equal = both & 0xFFFF, both >> 16
-    before_above = above + tl.cumsum(own_above, 0) - own_above
-    before_equal = equal + tl.cumsum(own_equal, 0) - own_equal
-    j = slice0 + tl.arange(0, COUNT)
-    begin = tl.minimum(before_above + tl.minimum(before_equal, ties), keep)
-    tl.store(places + j, begin, mask=j < slices)
-    tl.store(places + line + j, tl.maximum(ties - before_equal, 0), mask=j < slices)
-    return above + tl.sum(own_above, 0), equal + tl.sum(own_equal, 0)
+def write_marked(kept_line, fix_line, n, marks, above, before, room, helps, NB: tl.constexpr):
+    """Write retained positions behind `above` others, and those to fix behind `before` others."""
+    both = running_counts(marks, NB)  # two counts in one scan
+    place = above + retained_of(both) - 1
+    tl.store(kept_line + place, n, mask=(retained_of(marks) > 0) & (place < room))
+    if helps:
+        place = before + fixes_of(both) - 1
+        tl.store(fix_line + place, n, mask=(fixes_of(marks) > 0) & (place < room))
 
 
 @triton.jit
-def threshold_row(
-    scores_row, places, line, cuts, top, length, keep, quantile,
-    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, SLICE: tl.constexpr,
+def select_row(
+    scores_row, kept_line, fix_line, guess_stats, best, at, top, length, keep, room, quantile, units, unit,
+    GUESSES: tl.constexpr, SLOTS: tl.constexpr, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """The cut and the places of one row, in blocks of NB scores."""
+    """List the retained keys of one row, and those to fix. (cut, number of fixes: -1 where guesses do not help)."""
     n = tl.arange(0, NB)
     key = load_sortable(scores_row, n, length)
     cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
-    slices = tl.cdiv(length, SLICE)
-    above, equal = write_places(places, line, key, 0, slices, cut, ties, 0, 0, keep, NB, SLICE)
+    if GUESSES > 0:
+        choose_guesses(guess_stats, best, at, units, cut, GUESSES, SLOTS)
+        tl.debug_barrier()
+    marks = mark(key, 0, length, cut, ties, 0, best, unit, GUESSES, NB)
+    both = tl.sum(marks, 0)
+    fixes = fixes_of(both)
+    equal = tl.full((), 0, tl.int32)
     if not IN_REGISTERS:
+        equal = tl.sum((key == cut - 1).to(tl.int32), 0)
+        fixes = count_fixes(scores_row, length, fixes, equal, cut, ties, best, unit, GUESSES, NB)
+    helps = (fixes < room) & (GUESSES > 0)
+    write_marked(kept_line, fix_line, n, marks, 0, 0, room, helps, NB)
+    if not IN_REGISTERS:
+        above, before = retained_of(both), fixes_of(both)
         for n0 in range(NB, length, NB):
             key = load_sortable(scores_row, n0 + n, length)
-            above, equal = write_places(
-                places, line, key, n0 // SLICE, slices, cut, ties, above, equal, keep, NB, SLICE
-            )
-    tl.store(places + slices, keep)
-    tl.store(cuts, cut)
-
-
-@triton.jit(do_not_specialize=["line", "numerator", "denominator"])
-def threshold_kernel(
-    scores, stats, row_length, row_mode, cuts, places, scores_s, line, numerator, denominator, quantile,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    SLICE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H], places [T * H, 2, line].
-
-    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
-    """
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-    length = tl.load(row_length + row)
-    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    if PDL:
-        gdc_wait()
-    if wanted & (length > 0):
-        at = row * HEADS + head
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
-        top = sortable(tl.load(stats + at * 2))
-        own, place, cut = scores + at * scores_s, places + at * 2 * line, cuts + at
-        if length <= SMALL:
-            threshold_row(own, place, line, cut, top, length, keep, quantile, True, SMALL, SLICE)
-        elif NB > SMALL:
-            if PASSES and length > NB:
-                threshold_row(own, place, line, cut, top, length, keep, quantile, False, NB, SLICE)
-            else:
-                threshold_row(own, place, line, cut, top, length, keep, quantile, True, NB, SLICE)
+            marks = mark(key, n0, length, cut, ties, equal, best, unit, GUESSES, NB)
+            write_marked(kept_line, fix_line, n0 + n, marks, above, before, room, helps, NB)
+            both = tl.sum(marks, 0)
+            above += retained_of(both)
+            before += fixes_of(both)
+            equal += tl.sum((key == cut - 1).to(tl.int32), 0)
+    fixes = tl.where(helps, fixes, -1)
+    return cut, fixes
 
 
 @triton.jit
-def write_kept(scores_row, kept_line, places, line, cut, j, length, room, SLICE: tl.constexpr):
-    """Write the retained positions of slice j to their places in the retained list."""
-    n = j * SLICE + tl.arange(0, SLICE)
-    begin, ties = tl.load(places + j), tl.load(places + line + j)
-    key = load_sortable(scores_row, n, length)
-    chosen = key >= cut
-    if ties > 0:
-        same = key == cut - 1
-        chosen = chosen | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
-    place = begin + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(kept_line + place, n, mask=chosen & (place < room))
-
-
-@triton.jit
-def reduce_kept(
-    scores_row, maximum, kept_line, v_pool, base, table_row, start, end, d, d_ok, pool_page, pool_token,
-    PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    BY_DOT: tl.constexpr,
+def sum_listed(
+    scores_row, maximum, list_line, entries, best, unit, guessed, v_pool, base, table_row, d, d_ok, pool_page,
+    pool_token, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(sum of weighted values [BD], sum of weights) of entries start .. end - 1 of a retained list.
+    """(sum of weighted values [BD], sum of weights) of listed keys; what a guess holds too much counts negative.
 
     A float32 weight is split into two of the values' dtype, so that C_ref loses nothing to their rounding; the padded
-    rows of the matrix product make this free.
+    rows of the matrix product make this free. A product with ones sums the weights.
     """
-    offset = tl.arange(0, BN)
-    l = tl.zeros([BN], tl.float32)
-    if BY_DOT:
-        mi = tl.arange(0, 16)
-        acc = tl.zeros([16, BD], tl.float32)
-    else:
-        acc = tl.zeros([BN, BD], tl.float32)
-    for e0 in tl.range(start, end, BN, num_stages=STAGES):
-        ok = e0 + offset < end
-        n = tl.load(kept_line + e0 + offset, mask=ok, other=0)
-        page = page_of(table_row, n, ok, PAGE)
+    offset, mi = tl.arange(0, BN), tl.arange(0, 16)
+    acc = tl.zeros([16, BD], tl.float32)
+    total = tl.zeros([16, 16], tl.float32)
+    n = tl.load(list_line + offset, mask=offset < entries, other=0)
+    page = page_of(table_row, n, offset < entries, PAGE)
+    for e0 in tl.range(0, entries, BN, num_stages=2):
+        ok, ahead = e0 + offset < entries, e0 + BN + offset < entries
+        n_next = tl.load(list_line + e0 + BN + offset, mask=ahead, other=0)
+        page_next = page_of(table_row, n_next, ahead, PAGE)
         v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
         s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
         w = tl.exp2((s - maximum) * LOG2E)
-        if BY_DOT:
-            high = w.to(v.dtype)
-            low = (w - high.to(tl.float32)).to(v.dtype)
-            both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
-            acc += product(both.to(v.dtype), v, PRECISION)
-        else:
-            acc += w[:, None] * v.to(tl.float32)
-        l += w
-    return tl.sum(acc, 0), tl.sum(l, 0)
+        guess = tl.load(best + (n // unit), mask=ok & guessed, other=HIGHEST)
+        w = tl.where(sortable(s) >= guess, -w, w)
+        high = w.to(v.dtype)
+        low = (w - high.to(tl.float32)).to(v.dtype)
+        both = tl.where(mi[:, None] == 0, high[None, :], tl.where(mi[:, None] == 1, low[None, :], 0.0))
+        both = both.to(v.dtype)
+        acc += product(both, v, PRECISION)
+        total += product(both, tl.full([BN, 16], 1.0, tl.float32).to(v.dtype), PRECISION)
+        n, page = n_next, page_next
+    first = tl.arange(0, 16) == 0
+    return tl.sum(acc, 0), tl.sum(tl.where(first, tl.sum(total, 0), 0.0), 0)
 
 
 @triton.jit(
     do_not_specialize=[
-        "line",
         "table_s",
         "plane",
         "plane_stride",
@@ -264,74 +184,71 @@ def reduce_kept(
         "denominator",
     ]
 )
-def retain_kernel(
-    scores, stats, cuts, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
-    index, count, mass, c_ref, part_acc, part_l, arrived,
-    scores_s, line, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
-    numerator, denominator,
+def select_kernel(
+    scores, stats, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot, index, count, mass, c_ref,
+    guess_acc, guess_stats, guess_best, fixes_list,
+    scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites, capacity,
+    numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
-    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr, BY_DOT: tl.constexpr,
-    PDL: tl.constexpr,
+    GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    UNIT_STEP: tl.constexpr,
+    SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, parts, rows) -> index, count, mass and c_ref of the store. A part is one slice, in long rows 2^i."""
-    head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (heads, rows). scores [T * H, scores_s] -> index, count, mass and c_ref of the store.
+
+    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read block by block in every turn
+    of the search.
+    fixes_list [T * H, capacity] and guess_best [T * H, SLOTS] are scratch.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    slices = tl.cdiv(length, SLICE)
-    each = unit_size(slices, 1, MAX_PARTS)
-    parts = tl.cdiv(slices, each)
-    if PDL:  # by every program: what follows this launch may rely on all earlier ones
-        gdc_wait()
-    if wanted & (part < parts):
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+    if wanted & (length > 0):
         at = row * HEADS + head
         entry = (slot * sites + site) * HEADS + head
-        d = tl.arange(0, BD)
-        d_ok = d < D
-        scores_row, place, kept_line = (
-            scores + at * scores_s,
-            places + at * 2 * line,
-            index + entry * capacity,
-        )
-        cut, maximum = tl.load(cuts + at), tl.load(stats + at * 2)
-        first = part * each
-        last = tl.minimum(first + each, slices)
+        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         room = tl.minimum(keep, capacity)
-        start, end = tl.load(place + first), tl.minimum(tl.load(place + last), room)
-        for j in range(first, last):
-            write_kept(scores_row, kept_line, place, line, cut, j, length, room, SLICE)
+        maximum = tl.load(stats + at * 2)
+        unit = unit_size(length, MIN_UNIT, MAX_UNITS, UNIT_STEP)
+        units = tl.cdiv(length, unit)
+        top, own, best = sortable(maximum), scores + at * scores_s, guess_best + at * SLOTS
+        kept_line, fix_line = index + entry * capacity, fixes_list + at * capacity
+        cut = tl.full((), 0, tl.int32)
+        fixes = tl.full((), -1, tl.int32)
+        if length <= SMALL:
+            cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room, quantile,
+                                    units, unit, GUESSES, SLOTS, True, SMALL)  # fmt: skip
+        elif NB > SMALL:
+            if PASSES and length > NB:
+                cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
+                                        quantile, units, unit, GUESSES, SLOTS, False, min(NB, 8192))  # fmt: skip
+            else:
+                cut, fixes = select_row(own, kept_line, fix_line, guess_stats, best, at, top, length, keep, room,
+                                        quantile, units, unit, GUESSES, SLOTS, True, NB)  # fmt: skip
         tl.debug_barrier()
+        d = tl.arange(0, BD)
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
-        sums, weight = reduce_kept(
-            scores_row, maximum, kept_line, v_pool, base, table + seq * table_s, start, end, d, d_ok, pool_page,
-            pool_token, PAGE, BN, BD, STAGES, PRECISION, BY_DOT,
+        guessed = fixes >= 0
+        listed = kept_line
+        if guessed:
+            listed = fix_line
+        sums, weight = sum_listed(
+            own, maximum, listed, tl.where(guessed, fixes, room), best, unit, guessed, v_pool, base,
+            table + seq * table_s, d, d < D, pool_page, pool_token, PAGE, BN, BD, PRECISION,
         )  # fmt: skip
-        if (head == 0) & (part == 0):
+        if GUESSES > 0:
+            if guessed:
+                key, which = choose_guesses(guess_stats, best, at, units, cut, GUESSES, SLOTS)
+                more, heavier = sum_guesses(
+                    guess_acc, guess_stats, at, key, which, maximum, d, GUESSES, SLOTS, BD
+                )
+                sums += more
+                weight += heavier
+        if head == 0:
             tl.store(count + slot * sites + site, keep)
-        done = parts == 1
-        if parts > 1:
-            mine = at * SLOTS + part
-            tl.store(part_acc + mine * BD + d, sums)
-            tl.store(part_l + mine, weight)
-            tl.debug_barrier()
-            ticket = tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu")
-            done = ticket == parts - 1
-            if done:
-                tl.store(arrived + at, 0)
-                tl.debug_barrier()
-                u = tl.arange(0, MAX_PARTS)
-                live = u < parts
-                lines = (at * SLOTS + u)[:, None] * BD + d[None, :]
-                sums = tl.sum(
-                    tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg"), 0
-                )
-                weight = tl.sum(
-                    tl.load(part_l + at * SLOTS + u, mask=live, other=0.0, cache_modifier=".cg"), 0
-                )
-        if done:
-            tl.store(c_ref + entry * D + d, sums / weight, mask=d_ok)
-            tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
+        tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
+        tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))

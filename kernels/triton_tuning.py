@@ -15,26 +15,22 @@ from .arguments import Attention
 class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
-    All keys (dense, capture): a step of the inner loop takes `block` keys, of `pack` key/value heads together (or the
-    largest smaller power of two that divides their number and whose queries fill at most 16 rows); a unit has at least
-    `min_unit` keys, and a row at most `max_units` units. A program takes one unit, or two with `pair`; `stages` is the
-    depth of its load pipeline. None leaves either to the number of programs.
+    All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
+    row at most `max_units` units. A program takes one unit, or two with `pair`; `stages` is the depth of its load
+    pipeline. None leaves either to the number of programs.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Selection: `slice` keys are compacted at once, by at most `max_parts` programs per row and head; one program of
-    `threshold_warps` warps keeps up to `register_scores` scores, short rows in a tensor of `small_scores`.
-    `gather_block`, `gather_stages`, `retain_warps`: steps of the sum of retained values, by matrix products (`by_dot`)
-    or not. `how` as in `triton_attention.store_scores`; `pdl` overlaps the launches of a capture's three kernels.
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for.
+    Selection gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
+    `register_scores` in all, short rows in a tensor of `small_scores`. The sum of values takes steps of `gather_block`.
 
-    `stages`, `pair`, `how`, `pdl` and the selection's sizes other than `slice`, `max_parts`, `gather_block`, `by_dot`
-    and `retain_warps` change no bits; everything else does.
+    `stages`, `pair`, `thread_scores`, `register_scores` and `small_scores` change no bits; everything else does.
     """
 
     block: int = 64
     stages: int | None = None
     pair: bool | None = None
-    pack: int = 1
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
@@ -42,31 +38,25 @@ class Tiles:
     kept_stages: int = 2
     min_kept: int = 256
     max_kept: int = 16
-    slice: int = 1024
-    max_parts: int = 32
+    guesses: int = 3
     register_scores: int = 32768
     small_scores: int = 2048
-    threshold_warps: int = 16
-    gather_block: int = 128
-    gather_stages: int = 2
-    retain_warps: int = 4
-    by_dot: bool = True
-    how: str = "pairs"
-    pdl: bool = False
+    thread_scores: int = 32
+    gather_block: int = 64
 
     def __post_init__(self) -> None:
+        free = ("stages", "kept_stages", "guesses", "pair")
         for name, value in vars(self).items():
-            if type(value) is int and "stages" not in name and (value < 1 or value & (value - 1)):
+            if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")
-        if not self.slice <= self.small_scores <= self.register_scores:
+        if self.small_scores > self.register_scores:
+            raise ValueError(f"small_scores={self.small_scores} must not exceed {self.register_scores=}")
+        if not 0 <= self.guesses <= 7:
             raise ValueError(
-                f"slice={self.slice} <= small_scores={self.small_scores} <= register_scores="
-                f"{self.register_scores} must hold: a slice is counted within one tensor of scores"
+                f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"
             )
-        if self.min_unit * self.pack < self.block:
-            raise ValueError(
-                f"min_unit={self.min_unit} must hold a step of block={self.block} / pack={self.pack} keys"
-            )
+        if self.min_unit < max(4, self.block):
+            raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
 
 
 def tiles_for(attention: Attention) -> Tiles:

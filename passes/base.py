@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from ..kernels.retention import Retention
 from .errors import OptionError, PassError, UnsupportedModel
-from .program import PassRecord, Roll, Site, Variant
+from .program import LeftAlone, MergedLinears, PassRecord, Roll, Site, Variant
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
         recapture_every: capture again every so many loops after `capture_loop`; None captures once.
         implementation: which kernels the ops run: "auto", "reference", "batched" or "triton".
         roll: fold the loop into one body where that can be proved.
+        merge_linears: join linear layers that read the same input.
         dump_dir: where numbered graphs are written, or None.
     """
 
@@ -40,6 +42,7 @@ class Options:
     recapture_every: int | None = None
     implementation: str = "auto"
     roll: bool = True
+    merge_linears: bool = False
     dump_dir: Path | None = None
 
 
@@ -49,6 +52,8 @@ class Compilation:
 
     Attributes:
         graph: the traced graph with one marker per attention call.
+        tensors: every parameter and buffer of the user's model by name, also those that the graph does not read.
+        merged, left_alone: linear layers that became one, and those that could not, with the reason.
         sites: one entry per marker, in execution order; empty until the site pass ran.
         markers: the marker nodes, in the same order.
         roll: the proved loop, or None with `roll_reason` saying why not.
@@ -57,6 +62,9 @@ class Compilation:
 
     graph: fx.GraphModule
     options: Options
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    merged: list[MergedLinears] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
     sites: tuple[Site, ...] = ()
     markers: tuple[fx.Node, ...] = ()
     roll: Roll | None = None

@@ -7,14 +7,16 @@ from torch import nn
 from .base import Compilation, Options, PassManager
 from .canonicalize import Canonicalize
 from .grammar import Grammar, check_grammar
+from .merge_linears import MergeLinears
 from .program import PassRecord, Program
 from .rewrite import Rewrite
 from .roll import RollLoop
 from .schedule import Schedule
 from .sites import LabelSites
 from .trace import trace
+from .weights import named_tensors
 
-PASSES = (Canonicalize(), LabelSites(), Schedule(), RollLoop(), Rewrite(), Grammar())
+PASSES = (Canonicalize(), LabelSites(), Schedule(), MergeLinears(), RollLoop(), Rewrite(), Grammar())
 
 
 def build_program(model: nn.Module, options: Options) -> Program:
@@ -30,7 +32,7 @@ def build_program(model: nn.Module, options: Options) -> Program:
     start = time.perf_counter()
     graph = trace(model)
     traced = PassRecord("trace", time.perf_counter() - start, {"nodes": len(graph.graph.nodes)})
-    compilation = Compilation(graph, options)
+    compilation = Compilation(graph, options, tensors=named_tensors(model))
     records = PassManager(PASSES, check_grammar).run(compilation)
     return Program(
         sites=compilation.sites,
@@ -40,4 +42,6 @@ def build_program(model: nn.Module, options: Options) -> Program:
         roll_reason=compilation.roll_reason,
         retention=options.retention,
         passes=(traced, *records),
+        merged=tuple(compilation.merged),
+        left_alone=tuple(compilation.left_alone),
     )

@@ -63,6 +63,23 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
+class MergedLinears:
+    """Linear layers that became one: the names of their weights, that of the joined one, calls per forward."""
+
+    parts: tuple[str, ...]
+    weight: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Weights of linear layers that read the same input and were not merged, with the reason in one clause."""
+
+    weights: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Carried:
     """A value that one body hands to the next: where it starts, and the place in the body that renews it."""
 
@@ -149,6 +166,8 @@ class Program:
     roll_reason: str
     retention: Retention
     passes: tuple[PassRecord, ...] = field(default=())
+    merged: tuple[MergedLinears, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
 
     @property
     def rolled(self) -> bool:

@@ -55,21 +55,26 @@ def check_capture_loop(sites: tuple[Site, ...], options: Options) -> None:
         )
 
 
+def schedule_sites(sites: tuple[Site, ...], options: Options) -> tuple[Site, ...]:
+    """The sites with kind, reason and line of the store. Raises OptionError for a loop that the model has not."""
+    check_capture_loop(sites, options)
+    lines: dict[str, int] = {}
+    scheduled = []
+    for site in sites:
+        kind, reason = schedule_site(site, options)
+        if kind == "capture":
+            lines.setdefault(site.layer, len(lines))
+        scheduled.append(replace(site, kind=kind, reason=reason))
+    return tuple(
+        replace(site, store_site=lines[site.layer]) if site.kind != "dense" else site for site in scheduled
+    )
+
+
 class Schedule(Pass):
     name = "schedule"
 
     def run(self, compilation: Compilation) -> dict[str, int]:
-        check_capture_loop(compilation.sites, compilation.options)
-        lines: dict[str, int] = {}
-        sites = []
-        for site in compilation.sites:
-            kind, reason = schedule_site(site, compilation.options)
-            if kind == "capture":
-                lines.setdefault(site.layer, len(lines))
-            sites.append(replace(site, kind=kind, reason=reason))
-        compilation.sites = tuple(
-            replace(site, store_site=lines[site.layer]) if site.kind != "dense" else site for site in sites
-        )
+        compilation.sites = schedule_sites(compilation.sites, compilation.options)
         counts = Counter(site.kind for site in compilation.sites)
         return {kind: counts[kind] for kind in ("dense", "capture", "consume")}
 

@@ -53,11 +53,12 @@ class LabelSites(Pass):
                 )
             )
         compilation.sites, compilation.markers = tuple(sites), markers
-        _refuse_hopeless(compilation.sites)
+        refuse_hopeless(compilation.sites)
         return {"sites": len(sites), "looped": sum(site.loops > 1 for site in sites)}
 
 
-def _refuse_hopeless(sites: tuple[Site, ...]) -> None:
+def refuse_hopeless(sites: tuple[Site, ...]) -> None:
+    """Raises UnsupportedModel where no layer is looped, or one pool and one store cannot serve all layers."""
     if all(site.loops == 1 for site in sites):
         raise UnsupportedModel(
             "no attention layer runs more than once per token: this is not a looped model, and nothing can be saved."

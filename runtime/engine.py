@@ -1,27 +1,31 @@
 """The engine: requests in, tokens out.
 
-One step admits waiting requests, computes the next rows of the running ones in one plan, and samples a token
-for each request whose known tokens are all computed. It is synchronous: the tokens of a step are known when
-`step` returns.
+One step admits waiting requests, runs chunks of prompts and a row of each request that decodes, and has a token chosen
+for each request whose known tokens are all computed. With `async_steps` the tokens of a step are read after the next
+one has been submitted: the device never waits for the host. What only shows when tokens are read (an end token, a stop
+rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond its end is
+dropped. The tokens are the same either way.
 
-What fails, fails alone: an exception of the executor ends the requests of that step, one of a sampler, a
-processor or a stop rule ends its own request. Either way the outputs say so, and what the requests held is
-free again.
+What fails, fails alone: an exception of the executor, a sampler, a processor or a stop rule ends the request that
+causes it. The outputs say so, and what the request held is free again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, overload
 
 import torch
 
-from sparse_compile.runtime.accounting import KeyCounter
+from sparse_compile.runtime.admission import Admission, to_list, with_generator
+from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.metrics import EngineMetrics, Ledger
+from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import (
@@ -29,15 +33,17 @@ from sparse_compile.runtime.request import (
     FinishReason,
     Request,
     RequestMetrics,
+    RequestState,
     SamplingParams,
     StepOutput,
 )
-from sparse_compile.runtime.sampler import Sample, finish_reason, sample
-from sparse_compile.runtime.scheduler import EngineOptions, Scheduler, Work
+from sparse_compile.runtime.sampler import finish_reason, not_a_number
+from sparse_compile.runtime.scheduler import Scheduler
+from sparse_compile.runtime.seats import SeatTable
+from sparse_compile.runtime.steps import Batch, Entry, StepRunner
+from sparse_compile.runtime.suspension import Suspension
 
-__all__ = ["Engine", "EngineOptions", "Executor"]
-
-FINISHED_KEPT = 4096  # finished requests whose metrics can still be asked for
+__all__ = ["Engine", "EngineMetrics", "EngineOptions", "Executor"]
 
 
 class Executor(Protocol):
@@ -76,7 +82,11 @@ class Executor(Protocol):
 
 
 class Engine:
-    """Serves requests with one program on one KV pool and, for sparse decoding, one reference store."""
+    """Serves requests with one program on one KV pool and, for sparse decoding, one reference store.
+
+    It belongs to one thread at a time. A logits processor or a stop rule may abort requests and add others; it may
+    not step, suspend or resume.
+    """
 
     def __init__(
         self, executor: Executor, pool: KVPool, store: ReferenceStore | None, options: EngineOptions
@@ -87,101 +97,62 @@ class Engine:
                     f"retention={options.retention} needs a reference store; pass one, or retention=None"
                 )
             store.spec.check_capacity(options.max_context, options.retention)
-        self.executor = executor
-        self.pool = pool
-        self.store = store
-        self.options = options
-        self.scheduler = Scheduler(pool, store, options)
-        self.plans = PlanBuilder(self.scheduler.seats)
-        self.counter = KeyCounter(options.sites, options.retention)
-        self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
-        self._named = 0
+        options.check_loops(executor.loops)
+        self.executor, self.pool, self.store, self.options = executor, pool, store, options
+        self._owed: list[StepOutput] = []  # to be returned by `step`
+        longest = min(pool.pages, pool.spec.pages_for(options.max_context))
+        seats = SeatTable(options.max_seqs, longest, pool.device)
+        holdings = Holdings(pool, store, seats, options.prefix_caching)
+        self.scheduler = Scheduler(
+            holdings,
+            Suspension(executor, holdings),
+            options,
+            executor.loops,
+            self._settle,
+            lambda request, error: self._owed.append(self._finish(request, "error", error=error)),
+        )
+        self._runner = StepRunner(executor, pool, store, self.scheduler)
+        self._admission = Admission(pool, store, options)
+        self._ledger = Ledger()
+        self._inflight: deque[Batch] = deque()  # submitted, not read: the oldest first
+        self._named = self._arrivals = 0
         self._stepping = False
-        self._owed: list[StepOutput] = []  # of a step that was interrupted, for the next one to return
+
+    @property
+    def plans(self) -> PlanBuilder:
+        return self._runner.plans
+
+    # ------------------------------------------------------------------ requests
 
     def add_request(
         self,
         prompt_ids: Sequence[int] | torch.Tensor,
         params: SamplingParams,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
-        """Queues a request and returns its id, made up where none is given. prompt_ids: 1-D.
+        """Queues a request and returns its id, made up where none is given.
+
+        prompt_ids: 1-D. priority: requests of higher priority go first, and push lower ones out if need be; among
+        equals the first come is the first served.
 
         ValueError: an empty prompt, an id that is still running, or a request that can never be served; the
         message names the argument, its value, the limit and the remedy.
         """
-        prompt = _to_list(prompt_ids)
+        prompt = to_list(prompt_ids)
         request_id = self._free_id() if request_id is None else request_id
-        self._refuse_impossible(prompt, params, request_id)
+        if request_id in self.scheduler.requests:
+            raise ValueError(f"request_id={request_id!r} is still running; abort it or choose another id")
+        self._admission.check(prompt, params)
         if params.do_sample and params.generator is None:
-            params = _with_generator(params, self.pool.device)
-        self._finished.pop(request_id, None)
+            params = with_generator(params, self.pool.device)
+        self._ledger.forget(request_id)
+        self._arrivals += 1
         metrics = RequestMetrics(prompt_tokens=len(prompt))
-        self.scheduler.add(Request(request_id, params, prompt, metrics, added_at=time.perf_counter()))
+        self.scheduler.add(
+            Request(request_id, params, prompt, metrics, time.perf_counter(), priority, self._arrivals)
+        )
         return request_id
-
-    def step(self) -> list[StepOutput]:
-        """Runs one step. Returns the new tokens and the ends of requests, in the order of admission.
-
-        What is no Exception, such as a KeyboardInterrupt, passes through. Requests whose token it swallowed end
-        with an error, in what the next step returns; the others go on as if nothing had been.
-
-        RuntimeError: called from a processor or a stop rule, that is in the middle of a step.
-        """
-        if self._stepping:
-            raise RuntimeError(
-                "a step of this engine is running: a logits processor or a stopping criterion must not generate "
-                "with the model that calls it; compile another one for that"
-            )
-        if self._owed:
-            outputs, self._owed = self._owed, []
-            return outputs
-        self._stepping = True
-        try:
-            return self._step()
-        finally:
-            self._stepping = False
-
-    def _step(self) -> list[StepOutput]:
-        works = sorted(self.scheduler.pick(), key=lambda work: work.request.decoding)
-        if not works:
-            return []
-        requests = [work.request for work in works if work.completes]
-        before = [request.computed for request in requests]
-        outputs: list[StepOutput] = []
-        try:
-            try:
-                logits = self._run(works)
-                samples = sample(logits, requests)
-            except Exception as error:
-                return [self._finish(work.request, "error", error=error) for work in works]
-            for row in zip(requests, samples, logits, strict=True):
-                output = self._take(*row)
-                if output is not None:
-                    outputs.append(output)
-            return outputs
-        except BaseException as cause:
-            self._owed += outputs + self._interrupted(requests, before, outputs, cause)
-            raise
-
-    def _interrupted(
-        self,
-        requests: list[Request],
-        before: list[int],
-        outputs: list[StepOutput],
-        cause: BaseException,
-    ) -> list[StepOutput]:
-        """The ends of those requests whose rows were computed, but whose token never came out."""
-        told = {output.request_id for output in outputs}
-        return [
-            self._finish(
-                request,
-                "error",
-                error=RuntimeError(f"interrupted by {type(cause).__name__} in a shared step"),
-            )
-            for request, computed in zip(requests, before, strict=True)
-            if request.computed != computed and request.id not in told
-        ]
 
     def abort(self, request_id: str) -> StepOutput | None:
         """Ends a request at once, in any state. Returns its last output, None when it has finished already.
@@ -189,78 +160,153 @@ class Engine:
         Raises KeyError for an id that was never seen.
         """
         self._owed = [output for output in self._owed if output.request_id != request_id]
-        request = self.scheduler.find(request_id)
-        if request is not None:
-            return self._finish(request, "abort")
-        self.metrics(request_id)
-        return None
+        request = self._find(request_id)
+        return None if request is None else self._finish(request, "abort")
+
+    def suspend(self, request_id: str, offload: bool = False) -> bool:
+        """Stops a request until `resume`. It gives up its seat; with `offload` its pages and slot as well.
+
+        Reads what is on its way first. False when the request has finished, perhaps by that. Raises KeyError for an
+        id that was never seen.
+        """
+        with self._busy("suspend"):
+            self._settle()
+        request = self._find(request_id)
+        if request is None:
+            return False
+        self.scheduler.hold(request)
+        return not offload or self.offload(request_id)
+
+    def offload(self, request_id: str) -> bool:
+        """Moves a suspended request to host memory, which frees its pages and its slot. False when it has finished.
+
+        Raises ValueError for a request that is not suspended, KeyError for an id that was never seen.
+        """
+        with self._busy("offload"):
+            request = self._find(request_id)
+            if request is not None:
+                if request.state is RequestState.RUNNING:
+                    raise ValueError(f"request_id={request_id!r} is running; suspend it first")
+                self.scheduler.offload(request)
+        return request is not None
+
+    def resume(self, request_id: str) -> bool:
+        """Lets a suspended request go on, in its turn. False when it has finished; no change when it is not suspended.
+
+        Raises KeyError for an id that was never seen.
+        """
+        with self._busy("resume"):
+            request = self._find(request_id)
+            if request is not None and request.held:
+                self.scheduler.let_go(request)
+        return request is not None
 
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self._owed)
+        """Whether steps have anything to do or to tell. Requests that the caller has suspended do not count."""
+        return bool(self.scheduler.queue or self.scheduler.running or self._inflight or self._owed)
 
-    def metrics(self, request_id: str) -> RequestMetrics:
-        """Metrics so far, or at the end for one of the last finished requests. Raises KeyError for others."""
-        request = self.scheduler.find(request_id)
-        if request is not None:
-            return request.metrics
-        if request_id not in self._finished:
-            raise KeyError(f"no request {request_id!r}, nor among the last {FINISHED_KEPT} finished ones")
-        return self._finished[request_id]
+    @overload
+    def metrics(self, request_id: str) -> RequestMetrics: ...
+
+    @overload
+    def metrics(self) -> EngineMetrics: ...
+
+    def metrics(self, request_id: str | None = None) -> RequestMetrics | EngineMetrics:
+        """Of one request, so far or at its end, or of the engine. Raises KeyError for an id that was never seen, or
+        too long ago.
+        """
+        if request_id is None:
+            return self._ledger.look(self.scheduler, self._runner.failed_runs)
+        request = self.scheduler.requests.get(request_id)
+        return self._ledger.of(request_id) if request is None else request.metrics
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the pools are whole and hold exactly what running requests hold."""
+        """Raises RuntimeError unless the pools are whole and hold exactly what unfinished requests hold."""
         self.scheduler.check_integrity()
 
     # ------------------------------------------------------------------ a step
 
-    def _run(self, works: list[Work]) -> torch.Tensor:
-        """Logits of the works that complete, prompts first; `works` holds prompts before decode rows."""
-        parts = []
-        prompts = [work for work in works if not work.request.decoding]
-        for mine, decode in ((prompts, False), (works[len(prompts) :], True)):
-            if not mine:
-                continue
-            segments = [self.scheduler.segment(work) for work in mine]
-            parts.append(self._submit(self.plans.build(segments), decode).clone())
-            for work, segment in zip(mine, segments, strict=True):
-                work.request.computed += work.rows
-                self.counter.charge(work.request.metrics, segment)
-        return torch.cat(parts)
+    def step(self) -> list[StepOutput]:
+        """Runs one step. Returns new tokens and ends of requests: those of this step, or with `async_steps` those of
+        the last one; prompts first, each in the order of priority and arrival. What an interrupt or `suspend` has left
+        to tell comes first, by itself.
 
-    def _submit(self, plan: RowPlan, decode: bool) -> torch.Tensor:
-        if self.options.debug:
-            plan.validate(self.pool.spec.page_size, self.pool.pages, self.store.slots if self.store else 1)
-        if self.store is not None:
-            self.store.check(plan.leases)
-        logits = self.executor.decode(plan) if decode else self.executor.prefill(plan)
-        if logits.dim() != 2 or logits.shape[0] != plan.logit_rows.shape[0]:
-            raise RuntimeError(
-                f"the executor gave logits {tuple(logits.shape)} for {plan.logit_rows.shape[0]} rows"
-            )
-        if self.store is not None:
-            self.store.captured(plan.leases)
-        return logits
+        What is no Exception, such as a KeyboardInterrupt, passes through. A request whose callback it interrupted
+        ends with an error, in what the next step returns; the others go on as if nothing had been.
 
-    def _take(self, request: Request, result: Sample | Exception, logits: torch.Tensor) -> StepOutput | None:
-        """The output for one sampled token; None when a callback has aborted the request meanwhile."""
-        if request.finished:
-            return None
-        if isinstance(result, Exception):
-            return self._finish(request, "error", error=result)
-        request.append(result.token, time.perf_counter())
-        output = StepOutput(request.id, result.token, result.logprob, False, None)
+        RuntimeError: called from a processor or a stop rule, that is in the middle of a step.
+        """
+        with self._busy("step"):
+            if not self._owed:
+                self._advance()
+        outputs, self._owed = self._owed, []
+        return outputs
+
+    def _advance(self) -> None:
+        if not self.options.async_steps:
+            self._settle()  # what an interrupt has left
+        prompts, rows = self.scheduler.pick()
+        behind = 0
+        if prompts or rows:
+            self._ledger.steps += 1
+            batch = Batch(deque())
+            self._inflight.append(batch)
+            self._runner.run(prompts, batch)
+            self._runner.run(rows, batch)
+            behind = 1 if self.options.async_steps else 0
+        while len(self._inflight) > behind:
+            self._read_oldest()
+
+    def _settle(self) -> bool:
+        """Reads all that is on its way; whether there was any."""
+        waiting = bool(self._inflight)
+        while self._inflight:
+            self._read_oldest()
+        return waiting
+
+    def _read_oldest(self) -> None:
+        entries = self._inflight[0].entries
+        while entries:
+            entry = entries.popleft()
+            if entry.request.finished:
+                continue  # computed beyond its end, or aborted
+            try:
+                output = self._take(entry)
+            except BaseException as cause:
+                if not entry.request.finished:
+                    error = RuntimeError(f"interrupted by {type(cause).__name__} while its token was read")
+                    self._owed.append(self._finish(entry.request, "error", error=error))
+                raise
+            if output is not None:
+                self._owed.append(output)
+        self._inflight.popleft()
+
+    def _take(self, entry: Entry) -> StepOutput | None:
+        """The output for one entry; None when a stop rule has aborted the request meanwhile."""
+        request = entry.request
+        if entry.error is not None or entry.reader is None:
+            return self._finish(request, "error", error=entry.error)
+        token, logprob = entry.reader.read(entry.row)
+        if math.isnan(logprob):
+            return self._finish(request, "error", error=not_a_number())
+        request.append(token, time.perf_counter())
+        if entry.segment is not None:
+            self.scheduler.counter.charge(request.metrics, entry.segment)
+        logits, scores = entry.reader.drawn.kept.pop(entry.row, (None, None))
+        output = StepOutput(request.id, token, logprob, False, None)
         if request.params.want_logits:
-            output.logits = logits.clone()
-            output.scores = None if result.scores is None else result.scores.clone()
-        reason, error = self._ask_finish(request, result)
+            output.logits, output.scores = logits, scores
+        reason, error = self._ask_finish(request, scores)
         if request.finished:
             return None
         return output if reason is None else self._finish(request, reason, output, error)
 
     @staticmethod
-    def _ask_finish(request: Request, result: Sample) -> tuple[FinishReason | None, Exception | None]:
+    def _ask_finish(
+        request: Request, scores: torch.Tensor | None
+    ) -> tuple[FinishReason | None, Exception | None]:
         try:
-            return finish_reason(request, None if result.scores is None else result.scores[None]), None
+            return finish_reason(request, scores), None
         except Exception as error:
             return "error", error
 
@@ -273,81 +319,38 @@ class Engine:
     ) -> StepOutput:
         """Frees what the request held and completes its last output, one without a token if there is none."""
         self.scheduler.remove(request)
-        self._remember(request)
+        self._ledger.file(request.id, request.metrics)
         output = output or StepOutput(request.id, NO_TOKEN, math.nan, True, reason)
         output.finished, output.finish_reason = True, reason
         output.error, output.metrics = error, request.metrics
         return output
 
-    def _remember(self, request: Request) -> None:
-        self._finished[request.id] = request.metrics
-        if len(self._finished) > FINISHED_KEPT:
-            self._finished.popitem(last=False)
+    # ------------------------------------------------------------------ ids
 
-    # ------------------------------------------------------------------ admission
+    def _find(self, request_id: str) -> Request | None:
+        """The unfinished request, None for a finished one; KeyError for one that was never seen."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            self._ledger.of(request_id)
+        return request
 
     def _free_id(self) -> str:
         while True:
             self._named += 1
             name = f"request-{self._named}"
-            if self.scheduler.find(name) is None:
+            if name not in self.scheduler.requests:
                 return name
 
-    def _refuse_impossible(self, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        options, new = self.options, params.max_new_tokens
-        total = len(prompt) + new
-        if self.scheduler.find(request_id) is not None:
-            raise ValueError(f"request_id={request_id!r} is still running; abort it or choose another id")
-        if not prompt:
-            raise ValueError("prompt_ids is empty; a request needs at least one token")
-        if min(prompt) < 0:
-            raise ValueError(f"prompt_ids holds {min(prompt)}; token ids are 0 or more, remove the padding")
-        if new < 1:
-            raise ValueError(f"max_new_tokens={new} must be at least 1")
-        if params.generator is not None and params.generator.device.type != self.pool.device.type:
-            raise ValueError(
-                f"generator lives on {params.generator.device}, the model on {self.pool.device}; "
-                "make the generator on the model's device"
+    @contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        """Callbacks run inside of it: they must not come back to what moves requests about."""
+        if self._stepping:
+            raise RuntimeError(
+                f"{what}: a step of this engine is running; a logits processor or a stopping criterion must not "
+                "generate with the model that calls it; compile another one for that"
             )
-        if total > options.max_context:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens + max_new_tokens={new} = {total} exceed "
-                f"max_context={options.max_context}; shorten them or compile with a larger max_context"
-            )
-        self._refuse_prefix(len(prompt), params.prefix_length)
-        self._refuse_memory(total)
-
-    def _refuse_prefix(self, prompt: int, prefix: int) -> None:
-        if not 0 <= prefix <= prompt:
-            raise ValueError(f"prefix_length={prefix} must lie between 0 and the prompt's {prompt} tokens")
-        if prefix > self.options.max_rows:
-            raise ValueError(
-                f"prefix_length={prefix} tokens must be prefilled in one step, which has at most "
-                f"max_rows={self.options.max_rows} rows; raise prefill_chunk or shorten the prefix"
-            )
-
-    def _refuse_memory(self, total: int) -> None:
-        needed, usable = self.pool.spec.pages_for(total), self.pool.usable_pages
-        if needed > usable:
-            raise ValueError(
-                f"{total} tokens need {needed} pages of {self.pool.spec.page_size}, the pool has {usable} "
-                "in all; shorten the prompt or max_new_tokens, or raise max_batch or max_context"
-            )
-        if self.store is not None and self.options.retention is not None:
-            self.store.spec.check_capacity(total, self.options.retention)
-
-
-def _to_list(ids: Sequence[int] | torch.Tensor) -> list[int]:
-    if isinstance(ids, torch.Tensor):
-        if ids.dim() != 1:
-            raise ValueError(f"prompt_ids has shape {tuple(ids.shape)}; one request takes a 1-D prompt")
-        ids = ids.tolist()
-    return [int(token) for token in ids]
-
-
-def _with_generator(params: SamplingParams, device: torch.device) -> SamplingParams:
-    """The same with a generator of its own, seeded from torch's global one, so that neighbours cannot disturb
-    it.
-    """
-    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    return replace(params, generator=torch.Generator(device).manual_seed(seed))
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False

@@ -75,11 +75,13 @@ class Executor:
             return self._through("dense", plan, _call)
 
         def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
-            tensors, (*rows, length, loop) = args[:5], args[5:]
+            q, k, v, k_pool, v_pool, block_table, row_seq, row_position, row_length, row_loop = args
             n = call.kwargs
-            plane = n["plane"] + n["plane_stride"] * cut.stage.loop
-            heads = Heads(plane, n["scale"], n["window"], n["softcap"])
-            return prefill_attention(*tensors, Prompts(*rows, length, loop, plan.chunks), heads)
+            heads = Heads(
+                n["plane"] + n["plane_stride"] * cut.stage.loop, n["scale"], n["window"], n["softcap"]
+            )
+            prompts = Prompts(block_table, row_seq, row_position, row_length, row_loop, plan.chunks)
+            return prefill_attention(q, k, v, k_pool, v_pool, prompts, heads)
 
         return self._through("dense", plan, op)
 

@@ -200,7 +200,8 @@ class PlanBuilder:
 
     def _pack(self, columns: list[tuple[int, ...]], from_device: bool) -> torch.Tensor:
         table = torch.tensor(columns, dtype=torch.int32, device="cpu").reshape(-1, 7)
-        packed = self._put(table.t().contiguous())
+        # A copy, so that the strides are those of a fresh tensor for one row too: compiled pieces are particular.
+        packed = self._put(table.t().clone(memory_format=torch.contiguous_format))
         if from_device:
             known = self.seats.last_token[packed[0]].to(torch.int32)
             packed[6] = torch.where(packed[6] == FROM_DEVICE, known, packed[6])

@@ -178,6 +178,20 @@ class ReferenceStore:
         self._free.extend(reversed(done))
         return len(done)
 
+    # ------------------------------------------------------------------ contents
+
+    def contents(self, lease: Lease) -> tuple[torch.Tensor, ...]:
+        """Views of what the slot holds: index, count, mass, o_ref, c_ref."""
+        self.check([lease])
+        return tuple(tensor[lease.slot] for tensor in self._payload())
+
+    def fill(self, lease: Lease, contents: Sequence[torch.Tensor]) -> None:
+        """Writes what `contents` gave, perhaps of another slot."""
+        self.check([lease])
+        with self._on_stream():
+            for tensor, value in zip(self._payload(), contents, strict=True):
+                tensor[lease.slot].copy_(value, non_blocking=True)
+
     # ------------------------------------------------------------------ on the device
 
     def invalidate(self, chains: Sequence[Sequence[Lease]], rejected: torch.Tensor) -> None:
@@ -231,6 +245,9 @@ class ReferenceStore:
             raise RuntimeError(f"reference store broken: slots {wrong or [0]} do not look like what they are")
 
     # ------------------------------------------------------------------ inside
+
+    def _payload(self) -> tuple[torch.Tensor, ...]:
+        return self.index, self.count, self.mass, self.o_ref, self.c_ref
 
     def _lease(self, number: int, request: str, row: int) -> Lease:
         slot = self._slots[number]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from sparse_compile.runtime.leases import Lease
+from sparse_compile.runtime.seats import to_device
+
+if TYPE_CHECKING:
+    from sparse_compile.runtime.suspension import Saved
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -20,7 +24,11 @@ NO_TOKEN = -1  # the token of an output that carries none: an abort or an error
 
 @dataclass
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends."""
+    """How the tokens of one request are chosen and when it ends.
+
+    With asynchronous steps the processor is asked before the host knows the last tokens (they are in `ids`, on the
+    device), and once more than needed for a request that ends early; what it then chooses is dropped.
+    """
 
     max_new_tokens: int  # at least 1
     eos_token_ids: tuple[int, ...] = ()  # an emitted one ends the request: "eos"
@@ -33,6 +41,19 @@ class SamplingParams:
     generator: torch.Generator | None = None
     prefix_length: int = 0  # prefix-LM: so many prompt tokens see each other, and are prefilled in one chunk
     want_logits: bool = False  # outputs carry copies of the raw logits and of the processed scores
+
+    @property
+    def own_choice(self) -> bool:
+        """Its tokens are more than the largest of the raw scores: choosing one changes state of the request."""
+        return self.do_sample or self.processor is not None
+
+    @property
+    def keeps_scores(self) -> bool:
+        return self.want_logits or self.stop is not None
+
+    @property
+    def needs_ids(self) -> bool:
+        return self.processor is not None or self.stop is not None
 
 
 @dataclass
@@ -52,6 +73,8 @@ class RequestMetrics:
     keys_dense: int = 0
     decode_keys_read: int = 0  # the rows of generated tokens alone
     decode_keys_dense: int = 0
+    cached_tokens: int = 0  # of the prompt, found in cached pages
+    preemptions: int = 0  # how often the engine suspended it, for memory or for a higher priority
 
 
 @dataclass
@@ -72,25 +95,47 @@ class StepOutput:
 class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    SUSPENDED = "suspended"
     FINISHED = "finished"
 
 
 @dataclass(eq=False)
 class Request:
-    """The engine's own record of a request. `computed` tokens have their keys and values in the pool."""
+    """The engine's own record of a request.
+
+    `tokens` are those that the host knows; `length` counts those that are sampled but not read yet as well. The keys
+    and values of the first `computed` are in the pool, or on their way there; the row of the next one has `loop`
+    bodies behind it.
+    """
 
     id: str
     params: SamplingParams
     tokens: list[int]
     metrics: RequestMetrics
     added_at: float
+    priority: int = 0  # higher ones go first
+    arrival: int = 0  # a serial number
     state: RequestState = RequestState.WAITING
+    held: bool = False  # the caller has suspended it: it goes on when the caller says so
+    ending: bool = False  # its error is on the way out: no more rows
     computed: int = 0
+    loop: int = 0
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
+    chain: int | None = None  # of its pages in the page cache; None: they are not filed
+    filed: int = 0  # pages of the prompt that are in that chain
     lease: Lease | None = None
+    saved: Saved | None = None  # while it is suspended
+    length: int = field(init=False)
     _ids: torch.Tensor | None = None
-    _ids_filled: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = len(self.tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller goes first. A total order: arrivals are all different."""
+        return -self.priority, self.arrival
 
     @property
     def prompt_length(self) -> int:
@@ -111,11 +156,16 @@ class Request:
         return self.computed >= self.prompt_length
 
     @property
+    def has_rows(self) -> bool:
+        """There is a token to compute: it is known how many there will be before any of them is read."""
+        return not self.ending and (not self.decoding or self.length < self.max_length)
+
+    @property
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
 
     def append(self, token: int, now: float) -> None:
-        """Takes a new token and the time (seconds) it was known at."""
+        """Takes a token that was read, and the time (seconds) it was known at."""
         self.tokens.append(token)
         metrics = self.metrics
         metrics.new_tokens += 1
@@ -125,13 +175,18 @@ class Request:
             first = self.added_at + metrics.time_to_first_token_s
             metrics.time_per_token_s = (now - first) / (metrics.new_tokens - 1)
 
-    def ids(self, device: torch.device) -> torch.Tensor:
-        """int64 [1, length]: a view of a buffer that grows with the tokens, for processors and stop rules."""
+    # ------------------------------------------------------------------ ids on the device
+
+    def ids(self, device: torch.device, length: int) -> torch.Tensor:
+        """int64 [1, length]: a view of a buffer on the device, for processors and stop rules."""
         if self._ids is None:
             self._ids = torch.empty((1, self.max_length), dtype=torch.int64, device=device)
-        length = len(self.tokens)
-        if self._ids_filled < length:
-            fresh = torch.tensor(self.tokens[self._ids_filled :], dtype=torch.int64, device="cpu")
-            self._ids[0, self._ids_filled : length] = fresh.to(device)
-            self._ids_filled = length
+            known = torch.tensor(self.tokens, dtype=torch.int64, device="cpu")
+            self._ids[0, : len(self.tokens)] = to_device(known, device)
         return self._ids[:, :length]
+
+    def sampled(self, token: torch.Tensor) -> None:
+        """A token has been chosen on the device: int64 [1]."""
+        if self.params.needs_ids:
+            self.ids(token.device, self.length + 1)[0, self.length :].copy_(token)
+        self.length += 1

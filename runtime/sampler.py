@@ -1,86 +1,102 @@
-"""Logits in, tokens out, each request on its own."""
+"""Logits in, tokens out, each request on its own, and all of it on the device: the host reads tokens later."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from sparse_compile.runtime.request import FinishReason, Request
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A chosen token, its log-probability under the processed scores, and these: [vocab], borrowed."""
+@dataclass
+class Drawn:
+    """Chosen tokens, int64 [n], and their log-probabilities under the processed scores, [n], on the device.
 
-    token: int
-    logprob: float
-    scores: torch.Tensor | None = None
-
-
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[Sample | Exception]:
-    """One token per request. logits: [len(requests), vocab], raw. What fails for one request is its result.
-
-    Scores are float32, float64 for float64 logits. Greedy requests without a processor are done in one batch.
+    A logprob of NaN says that the scores were no numbers, and that the token means nothing. errors: what a processor
+    raised, by row.
     """
-    results: list[Sample | Exception] = [RuntimeError("not sampled")] * len(requests)
-    plain = [row for row, request in enumerate(requests) if _is_plain(request)]
-    if plain:
-        chosen = logits if len(plain) == len(requests) else logits[plain]
-        for row, result in zip(plain, _greedy_batch(_to_scores(chosen)), strict=True):
-            results[row] = result
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see `choose`
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+def largest(logits: torch.Tensor) -> Drawn:
+    """The token of the largest score of each row, in one batch. Scores are float32, float64 for float64 logits."""
+    scores = _to_scores(logits)
+    best, tokens = scores.max(dim=-1)
+    return Drawn(tokens, best - scores.logsumexp(dim=-1))
+
+
+def choose(drawn: Drawn, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    """Lets requests with a processor, and those that draw, choose again. logits: [len(requests), vocab], raw.
+
+    Copies of the raw logits and of the processed scores, [vocab] each, are kept for requests that want them. What
+    fails for one request is its own error.
+    """
     for row, request in enumerate(requests):
-        if not _is_plain(request):
-            results[row] = _sample_one(_to_scores(logits[row : row + 1]), request)
-    return results
-
-
-def finish_reason(request: Request, scores: torch.Tensor | None) -> FinishReason | None:
-    """Why the request ends with its newest token, if it does: "eos" before "stop" before "length".
-
-    scores: the processed scores of that token, [1, vocab]. Exceptions of the stop rule pass through.
-    """
-    if request.tokens[-1] in request.params.eos_token_ids:
-        return "eos"
-    stop = request.params.stop
-    if stop is not None and bool(stop(request.ids(_device_of(scores)), scores)):
-        return "stop"
-    return "length" if len(request.tokens) >= request.max_length else None
-
-
-def _is_plain(request: Request) -> bool:
-    params = request.params
-    return not (params.do_sample or params.processor or params.stop or params.want_logits)
+        params = request.params
+        if not params.own_choice and not params.keeps_scores:
+            continue
+        try:
+            scores = _to_scores(logits[row : row + 1])
+            if params.needs_ids:
+                request.ids(scores.device, request.length)
+            if params.own_choice:
+                scores = _choose(scores, request, drawn, row)
+            if params.keeps_scores:
+                drawn.kept[row] = logits[row].clone(), scores[0].clone()
+        except Exception as error:
+            drawn.errors[row] = error
 
 
 def _to_scores(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
-def _greedy_batch(scores: torch.Tensor) -> list[Sample | Exception]:
-    best, tokens = scores.max(dim=-1)
-    logprobs = (best - scores.logsumexp(dim=-1)).tolist()
-    return [_checked(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs, strict=True)]
+def _choose(scores: torch.Tensor, request: Request, drawn: Drawn, row: int) -> torch.Tensor:
+    """Replaces the token of `row` by the request's own choice; the processed scores, [1, vocab]."""
+    params = request.params
+    if params.processor is not None:
+        # A processor may write in place, and the raw logits may still be wanted.
+        ids = request.ids(scores.device, request.length)
+        scores = _checked_scores(params.processor(ids, scores.clone()), scores)
+    logs = scores.log_softmax(dim=-1)
+    token = draw(logs.exp(), params.generator) if params.do_sample else scores.argmax(dim=-1, keepdim=True)
+    drawn.tokens[row : row + 1].copy_(token[0])
+    drawn.logprobs[row : row + 1].copy_(logs.gather(1, token)[0])
+    return scores
 
 
-def _sample_one(scores: torch.Tensor, request: Request) -> Sample | Exception:
-    try:
-        params = request.params
-        if params.processor is not None:
-            # A processor may write in place, and the raw logits may still be wanted.
-            scores = _checked_scores(params.processor(request.ids(scores.device), scores.clone()), scores)
-        logs = scores.log_softmax(dim=-1)
-        if params.do_sample:
-            if bool(logs.isnan().any()):
-                return _not_a_number()
-            token = int(torch.multinomial(logs.exp(), 1, generator=params.generator))
-        else:
-            token = int(scores.argmax(dim=-1))
-        return _checked(token, float(logs[0, token]), scores[0])
-    except Exception as error:
-        return error
+def draw(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """int64 [n, 1], drawn from probs [n, vocab]: what torch.multinomial gives, without its checks on the host.
+
+    The largest of p / q with exponential q is distributed as p: an exponential race.
+    """
+    noise = torch.empty_like(probs).exponential_(1, generator=generator)
+    return torch.div(probs, noise, out=noise).argmax(dim=-1, keepdim=True)
+
+
+def finish_reason(request: Request, scores: torch.Tensor | None) -> FinishReason | None:
+    """Why the request ends with its newest token, if it does: "eos" before "stop" before "length".
+
+    scores: the processed scores of that token, [vocab]. Exceptions of the stop rule pass through.
+    """
+    if request.tokens[-1] in request.params.eos_token_ids:
+        return "eos"
+    stop = request.params.stop
+    if stop is not None:
+        assert scores is not None
+        if bool(stop(request.ids(scores.device, len(request.tokens)), scores[None])):
+            return "stop"
+    return "length" if len(request.tokens) >= request.max_length else None
+
+
+def not_a_number() -> ValueError:
+    return ValueError("the scores of this request contain NaN or +inf, or are -inf for every token")
 
 
 def _checked_scores(processed: object, scores: torch.Tensor) -> torch.Tensor:
@@ -99,15 +115,3 @@ def _checked_scores(processed: object, scores: torch.Tensor) -> torch.Tensor:
     raise TypeError(
         f"a logits processor returned {found}; it must return scores of shape {tuple(scores.shape)}"
     )
-
-
-def _checked(token: int, logprob: float, scores: torch.Tensor | None = None) -> Sample | Exception:
-    return _not_a_number() if math.isnan(logprob) else Sample(token, logprob, scores)
-
-
-def _not_a_number() -> ValueError:
-    return ValueError("the scores of this request contain NaN or +inf, or are -inf for every token")
-
-
-def _device_of(scores: torch.Tensor | None) -> torch.device:
-    return torch.device("cpu") if scores is None else scores.device

@@ -1,36 +1,34 @@
-"""Who runs in a step: admission first come, first served, then rows up to the limit of a step."""
+"""Who runs in a step.
+
+All unfinished requests stand in one total order: the higher priority first, then the earlier arrival. It decides
+
+    admission      the first of those that do not run is admitted as soon as it fits, and until then nobody behind it:
+                   small requests do not starve a big one
+    preemption     for a waiting request of strictly higher priority, or for the next page of a running one, the last of
+                   the running requests is suspended; before that, suspended requests are moved out of the pool
+
+so there is no live-lock. Take the first request F of the order that its caller does not hold back. While it runs it is
+suspended only if it is also the last one running, for a page that nobody else holds; but alone it fits, or it would
+have been refused when it came. While it does not run, nobody is admitted before it, and each of those that do run ends
+after at most max_new_tokens rows or makes room earlier; once none is left, F is admitted. So F runs to its end, and
+then there is a next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from sparse_compile.runtime.accounting import SiteLike
-from sparse_compile.runtime.kv_pool import KVPool
-from sparse_compile.runtime.plan import Segment
-from sparse_compile.runtime.reference_store import ReferenceStore
+from sparse_compile.runtime.accounting import KeyCounter
+from sparse_compile.runtime.holdings import Holdings
+from sparse_compile.runtime.options import EngineOptions
+from sparse_compile.runtime.plan import FROM_DEVICE, Segment
 from sparse_compile.runtime.request import Request, RequestState
-from sparse_compile.runtime.seats import SeatTable
+from sparse_compile.runtime.suspension import Suspension
 
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Limits of an engine, and what it must know of its program."""
-
-    max_context: int  # tokens of prompt and answer together
-    prefill_chunk: int = 256  # rows of one prompt per step
-    max_rows: int = 512  # rows of a step, and so the most requests that run at once
-    dense_below: int = 0  # decode rows with fewer visible keys run dense
-    sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
-    retention: tuple[int, int] | None = None  # (numerator, denominator); None runs everything dense
-    debug: bool = False  # validate every plan, which reads the device
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_context", 2), ("prefill_chunk", 1), ("max_rows", 1), ("dense_below", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.retention is not None and not 0 < self.retention[0] <= self.retention[1]:
-            raise ValueError(f"retention={self.retention} must be (numerator, denominator) in (0, 1]")
+Lacking = Literal["seat", "slot", "pages"]
 
 
 @dataclass(frozen=True)
@@ -40,147 +38,232 @@ class Work:
     request: Request
     rows: int
 
-    @property
-    def completes(self) -> bool:
-        """After it every known token is computed, so the next one can be sampled."""
-        return self.request.computed + self.rows == len(self.request.tokens)
-
 
 class Scheduler:
-    """Holds the requests that are not finished, and what the running ones hold of the pools."""
+    """Holds the requests that are not finished.
 
-    def __init__(self, pool: KVPool, store: ReferenceStore | None, options: EngineOptions) -> None:
-        self.pool = pool
-        self.store = store
-        self.options = options
-        self.seats = SeatTable(
-            options.max_rows, min(pool.pages, pool.spec.pages_for(options.max_context)), pool.device
-        )
-        self.waiting: dict[str, Request] = {}  # in the order of arrival
-        self.running: dict[str, Request] = {}  # in the order of admission
+    loops: of the program. settle: called before a request is suspended; reads the tokens that are still on their way,
+    which may end requests, and says whether there were any. fail: ends a request that cannot be moved.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        suspension: Suspension,
+        options: EngineOptions,
+        loops: int,
+        settle: Callable[[], bool],
+        fail: Callable[[Request, Exception], object],
+    ) -> None:
+        self.holdings, self.suspension, self.options = holdings, suspension, options
+        self.loops, self.settle, self.fail = loops, settle, fail
+        self.counter = KeyCounter(options.sites, options.retention)
+        self.requests: dict[str, Request] = {}  # all that are unfinished
+        self.queue: list[Request] = []  # those that wait to run, or to run again, in order
+        self.running: dict[str, Request] = {}
+        self.preempted = self.resumed = 0
+
+    # ------------------------------------------------------------------ the requests
 
     def add(self, request: Request) -> None:
-        self.waiting[request.id] = request
+        self.requests[request.id] = request
+        self.enqueue(request)
 
-    def find(self, request_id: str) -> Request | None:
-        """The waiting or running request of that id."""
-        return self.running.get(request_id) or self.waiting.get(request_id)
+    def enqueue(self, request: Request) -> None:
+        bisect.insort(self.queue, request, key=lambda one: one.order)
 
     def remove(self, request: Request) -> None:
         """Ends a request in any state, and gives back all it held."""
-        if request.state is RequestState.WAITING:
-            del self.waiting[request.id]
-        elif request.state is RequestState.RUNNING:
-            del self.running[request.id]
-            self._release(request)
+        if request.finished:
+            return
+        del self.requests[request.id]
+        self.running.pop(request.id, None)
+        if request in self.queue:
+            self.queue.remove(request)
+        self.holdings.release(request)
+        request.saved = None
         request.state = RequestState.FINISHED
 
-    def pick(self) -> list[Work]:
-        """Admits who can be admitted and shares out the rows of a step, in the order of admission.
+    def suspend(self, request: Request) -> None:
+        """Suspends a running request, whose tokens have all been read. It stays in its pages."""
+        self.suspension.suspend(request)
+        del self.running[request.id]
+        if not request.held:
+            self.enqueue(request)
 
-        A prefix that must be prefilled whole goes first, or decode rows could keep it out for ever; then one
-        row per decoding request; then chunks of prompts. Raises RuntimeError when nobody runs and nobody can be
-        admitted, which a step later would not change.
+    def hold(self, request: Request) -> None:
+        """The caller wants it to stop, in whatever state it is."""
+        request.held = True
+        if request.state is RequestState.RUNNING:
+            self.suspend(request)
+        elif request in self.queue:
+            self.queue.remove(request)
+
+    def offload(self, request: Request) -> None:
+        """Moves a request that does not run out of the pools, if there is anything of it."""
+        if request.saved is not None:
+            self.suspension.offload(request)
+
+    def let_go(self, request: Request) -> None:
+        """The opposite of `hold`."""
+        request.held = False
+        self.enqueue(request)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless the pools are whole and hold exactly what the requests hold."""
+        self.holdings.check_integrity(list(self.requests.values()))
+
+    # ------------------------------------------------------------------ the rows of a step
+
+    def pick(self) -> tuple[list[Work], list[Work]]:
+        """Admits who can be admitted; then (chunks of prompts, decode rows), in order.
+
+        Raises RuntimeError when nobody runs and nobody can be admitted, which a step later would not change.
         """
         self._admit()
-        if self.waiting and not self.running:
-            raise RuntimeError(
-                f"{len(self.waiting)} requests wait and none runs, with {self.pool.free_pages} of "
-                f"{self.pool.usable_pages} pages free: pages or slots were lost; make a new engine"
-            )
-        left = self.options.max_rows
-        shares: dict[str, int] = {}
-        for wants in (self._whole_prefix, self._decode_row, self._prompt_chunk):
-            for request in self.running.values():
-                if request.id not in shares and (rows := wants(request, left)):
-                    shares[request.id] = rows
-                    left -= rows
-        return [
-            Work(request, shares[request.id]) for request in self.running.values() if request.id in shares
-        ]
+        decode = self._decode_rows()
+        return self._prompt_chunks(), [work for work in decode if work.request.state is RequestState.RUNNING]
+
+    def _in_order(self) -> list[Request]:
+        return sorted(self.running.values(), key=lambda request: request.order)
+
+    def _decode_rows(self) -> list[Work]:
+        works = []
+        for request in self._in_order():
+            # What comes first may suspend what comes later, and reading tokens may end any of them.
+            if request.decoding and self._can_grow(request):
+                works.append(Work(request, 1))
+        return works
+
+    def _prompt_chunks(self) -> list[Work]:
+        works, left = [], self.options.max_prefill_tokens
+        for request in self._in_order():
+            if request.has_rows and not request.decoding and (rows := self._chunk(request, left)):
+                works.append(Work(request, rows))
+                left -= rows
+        return works
+
+    def _chunk(self, request: Request, left: int) -> int:
+        rows, prefix = self.options.prefill_chunk, request.params.prefix_length
+        if not request.computed and prefix:
+            if prefix > left:
+                return 0  # it goes in one piece; the first in order has the whole budget
+            rows = max(rows, prefix)
+        return min(left, rows, request.prompt_length - request.computed)
 
     def segment(self, work: Work) -> Segment:
-        """The rows of `work`; a sparse one takes a new incarnation of the request's lease."""
-        request, start = work.request, work.request.computed
-        sparse = self._is_sparse(request)
-        if sparse and request.lease is not None and self.store is not None:
-            request.lease = self.store.renew(request.lease, start)
+        """The rows of `work`; a sparse one that begins takes a new incarnation of the request's lease."""
+        request, start, store = work.request, work.request.computed, self.holdings.store
+        decode, sparse = request.decoding, self._is_sparse(request)
+        if sparse and not request.loop and request.lease is not None and store is not None:
+            request.lease = store.renew(request.lease, start)
+        step = self.options.loops_per_step or self.loops
+        tokens = request.tokens[start : start + work.rows]
         return Segment(
-            tokens=request.tokens[start : start + work.rows],
+            tokens=tokens or [FROM_DEVICE],
             start=start,
             seat=request.seat,
             prefix_length=request.params.prefix_length,
-            decode=request.decoding,
+            decode=decode,
             sparse=sparse,
             lease=request.lease if sparse else None,
-            wants_logits=work.completes,
+            wants_logits=request.loop + step >= self.loops
+            if decode
+            else start + work.rows == request.prompt_length,
+            loop=request.loop,
         )
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless the pools are whole and hold exactly what the running requests hold."""
-        self.pool.check_integrity()
-        self.seats.check_integrity([request.seat for request in self.running.values()])
-        pages = [page for request in self.running.values() for page in request.pages]
-        if len(pages) != self.pool.held_pages:
-            raise RuntimeError(f"requests hold {len(pages)} pages, the KV pool lent {self.pool.held_pages}")
-        if self.store is None:
-            return
-        self.store.check_integrity()
-        leases = [request.lease for request in self.running.values() if request.lease is not None]
-        self.store.check(leases)
-        if len(leases) != self.store.live_upper_bound:
-            raise RuntimeError(
-                f"requests hold {len(leases)} slots, the store lent {self.store.live_upper_bound}"
-            )
+    def _is_sparse(self, request: Request) -> bool:
+        enabled = self.holdings.store is not None and self.options.retention is not None
+        return enabled and request.decoding and request.computed + 1 >= self.options.dense_below
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.options.max_rows:
-            request = next(iter(self.waiting.values()))
-            if not self._has_room(request):
-                return  # first come, first served: a smaller one behind it does not overtake
-            del self.waiting[request.id]
-            self._start(request)
+        while self.queue:
+            request = self.queue[0]
+            lacking = self._lacking(request)
+            if lacking is None:
+                self._start(self.queue.pop(0))
+            elif not self._make_room(request, lacking):
+                break
+        if self.queue and not self.running and not self.settle():
+            raise RuntimeError(
+                f"{len(self.queue)} requests wait and none runs, with {self.holdings.free_pages} of "
+                f"{self.holdings.pool.usable_pages} pages free: pages or slots were lost; make a new engine"
+            )
 
     def _start(self, request: Request) -> None:
-        request.pages = self.pool.allocate(self.pool.spec.pages_for(request.max_length))
-        request.seat = self.seats.take(request.pages)
-        if self.store is not None:
-            request.lease = self.store.acquire(request.id, 0)
-        request.state = RequestState.RUNNING
-        self.running[request.id] = request
+        if request.saved is None:
+            self.holdings.admit(request)
+            request.state = RequestState.RUNNING
+        elif self._move(request, self.suspension.resume):
+            self.resumed += 1
+        if request.state is RequestState.RUNNING:
+            self.running[request.id] = request
 
-    def _has_room(self, request: Request) -> bool:
-        if self.pool.spec.pages_for(request.max_length) > self.pool.free_pages:
+    def _move(self, request: Request, how: Callable[[Request], None]) -> bool:
+        """Suspends, offloads or resumes a request; one that cannot be moved (no host memory) ends with the error."""
+        try:
+            how(request)
+        except Exception as error:
+            self.fail(request, error)
             return False
-        if self.store is None:
-            return True
-        self.store.collect(wait=not self.running)  # with nobody running, only time can free a slot
-        return self.store.free_slots > 0
+        return True
 
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.pages)
-        self.seats.release(request.seat)
-        request.pages, request.seat = [], 0
-        if self.store is not None and request.lease is not None:
-            self.store.retire(request.lease)
-            request.lease = None
+    def _lacking(self, request: Request) -> Lacking | None:
+        """What keeps the request from running. A page is left for each running one that will need more."""
+        if not self.holdings.seats.free_seats:
+            return "seat"
+        if not self.holdings.has_slot(request, wait=not self.running):
+            return "slot"
+        headroom = sum(self.holdings.may_grow(other) for other in self.running.values())
+        return None if self.holdings.has_pages(request, headroom) else "pages"
 
-    def _is_sparse(self, request: Request) -> bool:
-        enabled = self.store is not None and self.options.retention is not None
-        return enabled and request.decoding and len(request.tokens) >= self.options.dense_below
+    def _make_room(self, request: Request, lacking: Lacking) -> bool:
+        """One action towards room for a request of the queue; False when there is none to take."""
+        if lacking == "seat" or not self._offload_resident(request):
+            victims = [other for other in self.running.values() if other.priority < request.priority]
+            if not victims:
+                return False
+            if self.settle():
+                return True
+            self._preempt(max(victims, key=lambda other: other.order), offload=lacking != "seat")
+        if lacking == "slot":
+            self.holdings.has_slot(request, wait=True)
+        return True
 
-    def _whole_prefix(self, request: Request, left: int) -> int:
-        prefix = request.params.prefix_length
-        if request.computed or not prefix or prefix > left:
-            return 0
-        return min(left, max(prefix, self.options.prefill_chunk), request.prompt_length)
+    # ------------------------------------------------------------------ pages of those that run
 
-    def _decode_row(self, request: Request, left: int) -> int:
-        return min(left, 1) if request.decoding else 0
+    def _can_grow(self, request: Request) -> bool:
+        """Makes sure of the page that its next row needs; False when it does not run any more, or has no row."""
+        while request.state is RequestState.RUNNING and request.has_rows:
+            if self.holdings.has_pages(request):
+                self.holdings.grow(request)
+                return True
+            if self._offload_resident(request) or self.settle():
+                continue
+            if len(self.running) == 1:
+                raise RuntimeError(
+                    f"request {request.id!r} runs alone and lacks a page, with {self.holdings.free_pages} of "
+                    f"{self.holdings.pool.usable_pages} free: pages were lost; make a new engine"
+                )
+            self._preempt(max(self.running.values(), key=lambda other: other.order), offload=True)
+        return False
 
-    def _prompt_chunk(self, request: Request, left: int) -> int:
-        if request.decoding or (request.params.prefix_length and not request.computed):
-            return 0
-        return min(left, self.options.prefill_chunk, request.prompt_length - request.computed)
+    def _offload_resident(self, request: Request) -> bool:
+        """Moves the last of the other suspended requests out of the pool, if one is still there."""
+        resident = [
+            other
+            for other in self.requests.values()
+            if other is not request and other.saved is not None and not other.saved.offloaded
+        ]
+        if resident:
+            self._move(max(resident, key=lambda other: other.order), self.suspension.offload)
+        return bool(resident)
+
+    def _preempt(self, victim: Request, offload: bool) -> None:
+        self.preempted += 1
+        victim.metrics.preemptions += 1
+        if self._move(victim, self.suspend) and offload:
+            self._move(victim, self.suspension.offload)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sparse_compile.outputs import GenerateOutput
     from sparse_compile.passes.errors import UnsupportedModel
     from sparse_compile.report import Report
+    from sparse_compile.runtime.engine import Engine
+    from sparse_compile.runtime.metrics import EngineMetrics
+    from sparse_compile.runtime.request import RequestMetrics, SamplingParams, StepOutput
     from sparse_compile.streaming import StreamItem
 
     __version__: str
@@ -38,17 +41,27 @@ _EXPORTS = {
     "GenerateOutput": "sparse_compile.outputs",
     "StreamItem": "sparse_compile.streaming",
     "Report": "sparse_compile.report",
+    "Engine": "sparse_compile.runtime.engine",
+    "EngineMetrics": "sparse_compile.runtime.metrics",
+    "RequestMetrics": "sparse_compile.runtime.request",
+    "SamplingParams": "sparse_compile.runtime.request",
+    "StepOutput": "sparse_compile.runtime.request",
 }
 
 __all__ = [
     "ArgumentError",
     "CompiledModel",
+    "Engine",
+    "EngineMetrics",
     "GenerateOutput",
     "ModelFactory",
     "Report",
+    "RequestMetrics",
+    "SamplingParams",
     "SparseCompileError",
     "SparseConfig",
     "StaleModelError",
+    "StepOutput",
     "StreamItem",
     "UnsupportedModel",
     "ValidationError",

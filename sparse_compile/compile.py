@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import refuse_autocast
-from sparse_compile.kernels.dispatch import triton_obstacle
+from sparse_compile.kernels.dispatch import resolve, triton_obstacle
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
@@ -20,20 +21,15 @@ from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
+from sparse_compile.runtime.budget import PoolSizes
 from sparse_compile.runtime.compiler import PieceCompiler
-from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
 from sparse_compile.runtime.graphs import GraphExecutor
-from sparse_compile.runtime.kv_pool import KVPool, KVSpec
-from sparse_compile.runtime.memory import (
-    check_fits,
-    kv_pool_bytes,
-    pool_pages,
-    reference_store_bytes,
-    store_slots,
-)
+from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.memory import check_fits, store_slots
+from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.reference_store import ReferenceStore
-from sparse_compile.runtime.store_spec import StoreSpec
 from sparse_compile.validation import check_rotary, validate_program
 
 if TYPE_CHECKING:
@@ -52,18 +48,21 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
             (off-switch: validate=False).
     """
     check_model(model)
+    asked, config = config, config.for_device(model.device.type)
     refuse_autocast(model.device)
     check_context(model, config)
     check_graphs(config, model)
     if config.validate:
         check_rotary(model)
     try:
-        program = build_program(model, pass_options(config))
+        program = build_program(model, pass_options(config, model.device))
     except OptionError as error:
         raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
+    check_loops(config, program)
+    config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
@@ -81,6 +80,24 @@ def check_graphs(config: SparseConfig, model: PreTrainedModel) -> None:
         )
 
 
+def settle_graphs(
+    asked: bool | None, config: SparseConfig, program: Program, model: PreTrainedModel
+) -> SparseConfig:
+    """`config` without CUDA graphs where the kernels that run are not Triton's: the others wait for the host.
+
+    Raises ArgumentError where graphs were asked for.
+    """
+    if not config.cuda_graphs:
+        return config
+    runs = resolve(config.implementation, model.device.type, model.dtype, program.sites[0].head_dim)
+    if runs == "triton":
+        return config
+    if asked:
+        limit = f"needs the Triton kernels, and the {runs} ones run here"
+        raise ArgumentError("cuda_graphs", True, limit, "leave cuda_graphs out")
+    return replace(config, cuda_graphs=False)
+
+
 def check_implementation(config: SparseConfig, program: Program, model: PreTrainedModel) -> None:
     """Raise ArgumentError when the kernels that were asked for cannot run this model here."""
     if config.implementation != "triton":
@@ -91,8 +108,26 @@ def check_implementation(config: SparseConfig, program: Program, model: PreTrain
         raise ArgumentError("implementation", "triton", limit, "pass implementation='auto'")
 
 
-def pass_options(config: SparseConfig) -> Options:
-    """What the passes need to know of a config; graphs are dumped where SPARSE_COMPILE_DUMP points."""
+def check_loops(config: SparseConfig, program: Program) -> None:
+    """Raise ArgumentError when this program cannot run `loops_per_step` of its loops."""
+    asked = config.loops_per_step
+    if asked is None:
+        return
+    if program.roll is None:
+        limit = f"needs a loop that is rolled, and this one is not: {program.roll_reason}"
+        raise ArgumentError("loops_per_step", asked, limit, "pass loops_per_step=None")
+    if asked > program.roll.repeats:
+        limit = f"the program has {program.roll.repeats} loops"
+        raise ArgumentError(
+            "loops_per_step", asked, limit, f"pass loops_per_step={program.roll.repeats} or less"
+        )
+
+
+def pass_options(config: SparseConfig, device: torch.device) -> Options:
+    """What the passes need to know of a config for a model on `device`.
+
+    Graphs are dumped where SPARSE_COMPILE_DUMP points.
+    """
     dump = os.environ.get(DUMP_VARIABLE)
     return Options(
         retention=Retention.of(config.retention),
@@ -101,6 +136,7 @@ def pass_options(config: SparseConfig) -> Options:
         recapture_every=config.recapture_every,
         implementation=config.implementation,
         roll=config.roll,
+        merge_linears=device.type == "cuda" if config.merge_linears == "auto" else bool(config.merge_linears),
         dump_dir=Path(dump) if dump else None,
     )
 
@@ -109,63 +145,59 @@ class EngineFactory:
     """Makes an engine with room for so many sequences of so many tokens, on the model's device and in its dtype."""
 
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
+        config = config.for_device(model.device.type)
         self.model, self.config, self.program = model, config, program
-        on_cuda = model.device.type == "cuda"
-        self.graphs = on_cuda if config.cuda_graphs is None else config.cuda_graphs
-        self.compiler = PieceCompiler(on_cuda if config.inductor is None else config.inductor)
+        self.compiler = PieceCompiler(bool(config.inductor))
 
-    def kv_spec(self) -> KVSpec:
-        site = self.program.sites[0]
-        return KVSpec(
-            self.program.planes, site.kv_heads, site.head_dim, self.config.page_size, self.model.dtype
+    def sizes(self) -> PoolSizes:
+        retention = self.program.retention
+        return PoolSizes(
+            self.program.sites,
+            (retention.numerator, retention.denominator),
+            self.config.key_bucket,
+            self.config.page_size,
+            self.model.dtype,
         )
 
-    def store_spec(self, context: int) -> StoreSpec | None:
-        """Shape of a slot for rows of up to `context` keys; None when nothing captures."""
-        if not self.program.sparse:
-            return None
-        site, retention = self.program.sites[0], self.program.retention
-        capacity = StoreSpec.capacity_for(
-            context, (retention.numerator, retention.denominator), self.config.key_bucket
-        )
-        return StoreSpec(self.program.store_sites, site.heads, site.head_dim, capacity, self.model.dtype)
-
-    def needs(self, rows: int, context: int) -> dict[str, int]:
-        """Bytes of pool and store for `rows` sequences of `context` tokens."""
-        spec = self.kv_spec()
-        needs = {"KV pool": kv_pool_bytes(spec, pool_pages(spec, context, rows))}
-        store = self.store_spec(context)
-        if store is not None:
-            needs["reference store"] = reference_store_bytes(store, store_slots(rows))
-        return needs
-
-    def check_memory(self, rows: int, context: int) -> None:
+    def check_memory(self, rows: int, context: int, pool_tokens: int | None = None) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
         settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
+        if pool_tokens is not None:
+            settings["pool_tokens"] = pool_tokens
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.needs(rows, context), self.model.device, settings)
+        check_fits(self.sizes().needs(rows, context, pool_tokens), self.model.device, settings)
 
-    def __call__(self, rows: int, context: int) -> Engine:
-        self.check_memory(rows, context)
+    def __call__(self, rows: int, context: int, pool_tokens: int | None = None) -> Engine:
+        """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need."""
+        self.check_memory(rows, context, pool_tokens)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
-            return self._make(rows, context)
+            return self._make(rows, context, pool_tokens)
 
-    def _make(self, rows: int, context: int) -> Engine:
-        spec, device = self.kv_spec(), self.model.device
-        pool = KVPool(spec, pool_pages(spec, context, rows), device)
-        store_spec = self.store_spec(context)
-        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
-        retention = self.program.retention
-        options = EngineOptions(
+    def options(self, rows: int, context: int) -> EngineOptions:
+        """Limits of an engine of this size, by the config."""
+        config, retention = self.config, self.program.retention
+        assert config.prefill_chunk is not None
+        assert config.dense_below is not None
+        return EngineOptions(
             max_context=context,
-            prefill_chunk=self.config.prefill_chunk,
-            max_rows=max(self.config.prefill_chunk, rows),
-            dense_below=self.config.dense_below,
+            max_seqs=rows,
+            prefill_chunk=config.prefill_chunk,
+            max_prefill_tokens=config.prefill_chunk,
+            dense_below=config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
+            async_steps=bool(config.async_steps),
+            loops_per_step=config.loops_per_step,
+            prefix_caching=config.prefix_caching,
         )
+
+    def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:
+        sizes, device = self.sizes(), self.model.device
+        spec = sizes.kv_spec()
+        pool = KVPool(spec, sizes.pages(rows, context, pool_tokens), device)
+        store_spec = sizes.store_spec(context)
+        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
         executor = Executor(self.program, pool, store, self.compiler)
-        return Engine(
-            GraphExecutor(executor, spec.page_size) if self.graphs else executor, pool, store, options
-        )
+        runner = GraphExecutor(executor, spec.page_size) if self.config.cuda_graphs else executor
+        return Engine(runner, pool, store, self.options(rows, context))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparse_compile.config import SparseConfig
+from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import ModelState, refuse_autocast
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
-from sparse_compile.limits import check_positions
+from sparse_compile.limits import check_context, check_positions
 from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
@@ -20,6 +22,7 @@ from sparse_compile.streaming import StreamItem
 if TYPE_CHECKING:
     from sparse_compile.outputs import GenerateOutput
     from sparse_compile.passes.program import Program
+    from sparse_compile.runtime.engine import Engine
 
 # Methods that change a model in place. A program belongs to the weights, device and dtype it was made for.
 _CHANGES_MODEL = frozenset(
@@ -33,13 +36,15 @@ _CHANGES_MODEL = frozenset(
 
 
 class CompiledModel:
-    """A compiled looped model. The wrapped model (`.model`) is never changed: calling this object, and every
-    attribute that is not defined here, is the model's own.
+    """A compiled looped model. The wrapped model (`.model`) computes what it did before, bit for bit
+    (`merge_linears` moves its weights in memory, no more): calling this object, and every attribute that is not
+    defined here, is the model's own.
 
     model: the user's model. sparse_config: the options it was compiled with. program: what the passes made of
     it.
-    make_engine: called with (rows, context), gives an engine for that many sequences of that many tokens; it
-    is called on the first generate, and again when a call needs more.
+    make_engine: called with (rows, context), gives an engine for that many sequences of that many tokens, in a pool
+    of fewer tokens where a third argument says so; it is called on the first generate, and again when a call needs
+    more.
     """
 
     __slots__ = ("__weakref__", "_keeper", "_state", "model", "program", "sparse_config")
@@ -47,6 +52,7 @@ class CompiledModel:
     def __init__(
         self, model: Any, sparse_config: SparseConfig, program: Program, make_engine: MakeEngine
     ) -> None:
+        sparse_config = sparse_config.for_device(model.device.type)
         for name, value in (
             ("model", model),
             ("sparse_config", sparse_config),
@@ -114,6 +120,37 @@ class CompiledModel:
         """
         return run_stream(self._keeper, self._prepare(inputs, **kwargs))
 
+    def serve(
+        self, max_batch: int | None = None, max_context: int | None = None, *, pool_tokens: int | None = None
+    ) -> Engine:
+        """A new engine, for those who schedule requests themselves: `add_request`, `step`, `abort`, `suspend`, ...
+
+        max_batch: requests that run at once, and max_context: tokens (prompt + new) of one request; by default the
+        options of the same names. pool_tokens: tokens that all requests together can have in memory; by default
+        max_batch * max_context. With less, requests get memory as they grow, and the last ones are suspended
+        when it runs out.
+
+        ArgumentError: a size that is missing or no positive integer, or a context beyond the model's positions;
+        ValueError: it does not fit into free memory.
+        """
+        self._state.check()
+        refuse_autocast(self.device)
+        config = replace(
+            self.sparse_config,
+            max_batch=self.sparse_config.max_batch if max_batch is None else max_batch,
+            max_context=self.sparse_config.max_context if max_context is None else max_context,
+        )
+        for name in ("max_batch", "max_context"):
+            if getattr(config, name) is None:
+                limit = "an engine needs it, and no option fixes it"
+                raise ArgumentError(name, None, limit, f"pass {name}=... to serve()")
+        check_context(self.model, config)
+        if pool_tokens is not None and (isinstance(pool_tokens, bool) or pool_tokens < 1):
+            raise ArgumentError(
+                "pool_tokens", pool_tokens, "must be an integer >= 1", "pass pool_tokens=None"
+            )
+        return self._keeper.make_engine(config.max_batch, config.max_context, pool_tokens)
+
     def _prepare(self, *args: Any, **kwargs: Any) -> Call:
         self._state.check()
         refuse_autocast(self.device)
@@ -180,6 +217,16 @@ class CompiledModel:
         """The present engine, None before the first generate."""
         session = self._keeper.present
         return None if session is None else session.engine
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """(sequences, tokens of each) that the present engine was made for, or else that max_batch and max_context
+        ask for; (0, 0) when neither is there.
+        """
+        session, config = self._keeper.present, self.sparse_config
+        if session is not None:
+            return session.rows, session.context
+        return (config.max_batch or 1, config.max_context) if config.max_context else (0, 0)
 
     def to(self, *args: Any, **kwargs: Any) -> CompiledModel:
         """Itself, when nothing changes: the program belongs to its device and dtype."""

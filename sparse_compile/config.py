@@ -6,13 +6,30 @@ import difflib
 import operator
 import sys
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from typing import Any
 
 from sparse_compile.errors import ArgumentError
+
+# What None means. On CUDA rows below some length gain nothing from sparse attention (benchmarks/attention.py), and the
+# weights should be read once for as many prompt tokens as memory allows.
+_ON_CUDA: dict[str, Any] = {
+    "dense_below": 1536,
+    "prefill_chunk": 8192,
+    "inductor": True,
+    "cuda_graphs": True,
+    "async_steps": True,
+}
+_ELSEWHERE: dict[str, Any] = {
+    "dense_below": 0,
+    "prefill_chunk": 512,
+    "inductor": False,
+    "cuda_graphs": False,
+    "async_steps": False,
+}
 
 IMPLEMENTATIONS = ("reference", "batched", "triton", "auto")
 
@@ -30,12 +47,19 @@ class SparseConfig:
     key_bucket: room for kept keys is reserved in multiples of this many keys.
     max_context: largest number of tokens (prompt + new) of one sequence; None = grow on demand.
     max_batch: largest number of sequences of one call; None = grow on demand.
-    dense_below: rows with fewer visible keys than this run dense.
+    dense_below: rows with fewer visible keys than this run dense; None = 1,536 on CUDA, where shorter rows gain
+        nothing, and 0 elsewhere.
     implementation: which attention kernels run; "auto" picks the fastest for the device.
     enabled: False runs everything dense (to compare, or as an off-switch).
     page_size: tokens per page of the KV pool.
-    prefill_chunk: prompt tokens that one step may process.
+    prefill_chunk: prompt tokens that one step may process; None = 8,192 on CUDA, 512 elsewhere.
+    async_steps: submit a step before the tokens of the last one are read; None = on CUDA. The tokens are the same.
+    loops_per_step: loops that one step takes a generated token through, so that tokens at several depths share a batch;
+        None = all of them. Needs a loop that is rolled. The tokens are the same.
+    prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
+    merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
+        moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
     inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
     cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
@@ -48,12 +72,16 @@ class SparseConfig:
     key_bucket: int = 64
     max_context: int | None = None
     max_batch: int | None = None
-    dense_below: int = 0
+    dense_below: int | None = None
     implementation: str = "auto"
     enabled: bool = True
     page_size: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
+    async_steps: bool | None = None
+    loops_per_step: int | None = None
+    prefix_caching: bool = False
     roll: bool = True
+    merge_linears: bool | str = "auto"
     inductor: bool | None = None
     cuda_graphs: bool | None = None
     validate: bool = True
@@ -62,16 +90,24 @@ class SparseConfig:
     def __post_init__(self) -> None:
         _check_retention(self.key_retention)
         self._check_int("capture_loop", 0)
-        self._check_int("dense_below", 0)
-        for name in ("key_bucket", "page_size", "prefill_chunk"):
+        if self.dense_below is not None:
+            self._check_int("dense_below", 0, "an integer >= 0, or None")
+        for name in ("key_bucket", "page_size"):
             self._check_int(name, 1)
-        for name in ("recapture_every", "max_context", "max_batch"):
+        for name in ("recapture_every", "max_context", "max_batch", "loops_per_step", "prefill_chunk"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
-        for name in ("enabled", "validate", "roll"):
+        for name in ("enabled", "validate", "roll", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
-        for name in ("progress", "inductor", "cuda_graphs"):
+        if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
+            raise ArgumentError(
+                "merge_linears",
+                self.merge_linears,
+                "must be True, False or 'auto'",
+                "pass merge_linears='auto'",
+            )
+        for name in ("progress", "inductor", "cuda_graphs", "async_steps"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ArgumentError(
                     name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
@@ -98,6 +134,13 @@ class SparseConfig:
     def retention(self) -> Fraction:
         """`key_retention` as the exact fraction that the user wrote."""
         return _as_fraction(self.key_retention)
+
+    def for_device(self, kind: str) -> SparseConfig:
+        """The same with every None that stands for a choice by device decided, for a device type such as "cuda"."""
+        choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
+        return replace(
+            self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
+        )
 
     @classmethod
     def from_options(cls, **options: Any) -> SparseConfig:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparse_compile.errors import ArgumentError, StaleModelError
+from sparse_compile.passes.weights import is_plain
 
 # Settings of a config that no forward of a decoding step depends on; token ids are read anew by every call.
 _INERT = frozenset(
@@ -32,8 +33,9 @@ class ModelState:
     """What a program was made from: the modules, parameters, buffers and settings of a model at one time.
 
     Values written into the same tensors (`load_state_dict`, an optimiser step) are no change: the program
-    holds the very tensors of the model and reads them on every step. Another tensor, module, device, dtype or
-    shape is one, and so is another setting that the forward may read.
+    reads the very memory of the model on every step. Another tensor, module, device, dtype or shape is one, so is
+    other memory under the same tensor (`parameter.data = ...`, which joined weights and CUDA graphs would not see),
+    and so is another setting that the forward may read.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -75,7 +77,8 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
             for name, tensor in table.items():
                 if tensor is not None:
                     layout = (tensor.dtype, tensor.device, tuple(tensor.shape))
-                    yield f"{path}.{name}".lstrip("."), (_Same(tensor), *layout)
+                    address = tensor.data_ptr() if is_plain(tensor) else None
+                    yield f"{path}.{name}".lstrip("."), (_Same(tensor), *layout, address)
 
 
 def _difference(before: tuple[Any, ...] | None, now: tuple[Any, ...] | None) -> str:
@@ -83,8 +86,10 @@ def _difference(before: tuple[Any, ...] | None, now: tuple[Any, ...] | None) -> 
         return "was added"
     if now is None:
         return "was removed"
-    changed = [f"was {a} and is {b}" for a, b in zip(before[1:], now[1:], strict=False) if a != b]
-    return ", ".join(changed) or "was replaced by another object"
+    changed = [f"was {a} and is {b}" for a, b in zip(before[1:4], now[1:4], strict=False) if a != b]
+    if changed:
+        return ", ".join(changed)
+    return "was replaced by another object" if before[0] != now[0] else "was moved to other memory"
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:

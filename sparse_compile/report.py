@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import retained_count
+from sparse_compile.passes.weights import named_tensors
+from sparse_compile.runtime.budget import PoolSizes
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -70,6 +72,10 @@ class Report:
     """Everything `inspect` shows. Sizes in bytes, times in seconds.
 
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
+    merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
+        and did not, with the reason.
+    budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
+        when neither is there.
     memory: bytes that the present engine holds by name, empty before the first generate.
     """
 
@@ -81,10 +87,13 @@ class Report:
     kv_bytes_per_token: int
     reads: tuple[Reads, ...]
     passes: tuple[tuple[str, float, dict[str, int]], ...]
+    merged: tuple[tuple[str, ...], ...]
+    left_alone: tuple[tuple[tuple[str, ...], str], ...]
     retention: dict[str, Any]
     dense_below: int
     implementation: str
     implementation_option: str
+    budget: dict[str, int]
     memory: dict[str, int]
 
     @property
@@ -108,10 +117,15 @@ class Report:
                 {"name": name, "seconds": seconds, "counters": counters}
                 for name, seconds, counters in self.passes
             ],
+            "merged_linears": [list(parts) for parts in self.merged],
+            "left_alone_linears": [
+                {"weights": list(weights), "reason": reason} for weights, reason in self.left_alone
+            ],
             "retention": self.retention,
             "dense_below": self.dense_below,
             "implementation": self.implementation,
             "implementation_option": self.implementation_option,
+            "budget": self.budget,
             "memory": self.memory,
         }
 
@@ -136,6 +150,8 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         kv_bytes_per_token=sum(_kv_bytes(site, item) for site in program.sites),
         reads=tuple(_reads(program, context, item, config.dense_below) for context in contexts),
         passes=tuple((one.name, one.seconds, dict(one.counters)) for one in program.passes),
+        merged=tuple(one.parts for one in program.merged),
+        left_alone=tuple((one.weights, one.reason) for one in program.left_alone),
         retention={
             "key_retention": float(fraction),
             "fraction": f"{fraction.numerator}/{fraction.denominator}",
@@ -148,6 +164,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
             config.implementation, compiled.device.type, compiled.dtype, program.sites[0].head_dim
         ),
         implementation_option=config.implementation,
+        budget=_budget(compiled),
         memory=_memory(compiled.engine),
     )
 
@@ -178,6 +195,19 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
             whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
         sparse += whole
     return Reads(context, dense, sparse)
+
+
+def _budget(compiled: CompiledModel) -> dict[str, int]:
+    config, program = compiled.sparse_config, compiled.program
+    rows, context = compiled.capacity
+    if not context:
+        return {}
+    retention = (program.retention.numerator, program.retention.denominator)
+    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype)
+    tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
+    needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
+    named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}
+    return {"batch": rows, "context": context, **named, "total": sum(needs.values())}
 
 
 def _memory(engine: Any) -> dict[str, int]:

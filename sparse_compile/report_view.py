@@ -22,7 +22,9 @@ def render(report: Report) -> Group:
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
-    parts += [_roll(report), _passes(report), _implementation(report)]
+    parts += [_roll(report), *_linears(report), _passes(report), _implementation(report)]
+    if report.budget:
+        parts.append(_budget(report.budget))
     if report.memory:
         held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in report.memory.items())
         parts.append(Text(f"held by the engine: {held}"))
@@ -100,10 +102,37 @@ def _roll(report: Report) -> Text:
     return Text("loop: rolled into one body" if report.rolled else f"loop: not rolled, {report.roll_reason}")
 
 
+def _linears(report: Report) -> list[Text]:
+    """How many linear layers became how many, and every reason why others did not, once."""
+    lines = []
+    if report.merged:
+        layers = sum(len(parts) for parts in report.merged)
+        lines.append(Text(f"linear layers: merged {layers} into {len(report.merged)}"))
+    by_reason: dict[str, list[tuple[str, ...]]] = {}
+    for weights, reason in report.left_alone:
+        by_reason.setdefault(reason, []).append(weights)
+    for reason, groups in by_reason.items():
+        more = f" and {len(groups) - 1} more" if len(groups) > 1 else ""
+        lines.append(Text(f"linear layers left alone: {', '.join(groups[0])}{more}: {reason}"))
+    return lines
+
+
 def _passes(report: Report) -> Text:
     return Text(
         "compile passes: "
         + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds, _ in report.passes)
+    )
+
+
+def _budget(budget: dict[str, int]) -> Text:
+    parts = [
+        f"{name.replace('_', ' ')} {_bytes(size)}"
+        for name, size in budget.items()
+        if name not in ("batch", "context", "total")
+    ]
+    return Text(
+        f"memory for {budget['batch']} x {budget['context']:,} tokens: {', '.join(parts)}; "
+        f"in all {_bytes(budget['total'])}"
     )
 
 

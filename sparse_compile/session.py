@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparse_compile.runtime.plan import ProgramKind
     from sparse_compile.runtime.request import SamplingParams, StepOutput
 
-MakeEngine = Callable[[int, int], "Engine"]
+MakeEngine = Callable[..., "Engine"]  # (rows, context, pool_tokens=None)
 
 # When a call needs more rows or more context than the engine has, both grow, unless that would reserve more
 # than this times the memory that the larger of the two calls needs by itself.

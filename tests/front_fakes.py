@@ -129,6 +129,7 @@ def fake_site(layer: str, loop: int, loops: int, kind: str, **changes: Any) -> S
         "kv_heads": 2,
         "head_dim": 8,
         "window": 0,
+        "store_site": None if kind == "dense" else 0,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -143,6 +144,8 @@ def fake_program(sites: list[Any] | None = None, **changes: Any) -> Any:
         "loops": max(site.loops for site in sites),
         "rolled": True,
         "roll_reason": "",
+        "merged": (),
+        "left_alone": (),
         "passes": (SimpleNamespace(name="trace", seconds=0.5, counters={"nodes": 3}),),
         "retention": SimpleNamespace(numerator=1, denominator=4),
         "graph_text": lambda which: f"graph {which}",

@@ -1,10 +1,10 @@
 """A deterministic model for the tests of the runtime: it has no weights, but reads and writes the pools like
 one.
 
-Layer 1 writes each row's token into the k pool and a digest of the tokens it sees into the v pool. A sparse
-row then captures the positions of the keys it retains into its slot, and consumes them from there. The logits
-are drawn from a generator that is seeded with the digests the row sees. `oracle` computes the same from the
-tokens alone.
+Each of its three bodies writes each row's token into the k pool and a digest of the tokens it sees into the v pool.
+A sparse row captures the positions of the keys it retains into its slot in body 1, and consumes them from there in
+body 2. The logits are drawn from a generator that is seeded with the digests the row sees. `oracle` computes the same
+from the tokens alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from sparse_compile.kernels.retention import retained_count
 from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
-from sparse_compile.runtime.plan import CAPTURE, RowPlan
+from sparse_compile.runtime.plan import CONSUME, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore, StoreSpec
-from sparse_compile.runtime.request import SamplingParams, StepOutput
+from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
 
 VOCAB = 24
 RETENTION = (3, 10)
@@ -53,51 +53,129 @@ def retained(tokens: Sequence[int], retention: tuple[int, int] = RETENTION) -> l
 
 
 class FakeExecutor:
-    """`fault` is raised by the next run, before or after the pools are written."""
+    """Three bodies: 0 is dense, 1 captures, 2 consumes. A row that has been through some of them is carried per seat.
+
+    Body `b` has plane `b` of the pools. `fault` is raised by the next run, before or after the pools are written;
+    `curse` by every run that holds a row of that request.
+    """
+
+    loops = 3
 
     def __init__(self, pool: KVPool, store: ReferenceStore | None) -> None:
         self.pool, self.store = pool, store
         self.plans: list[RowPlan] = []
-        self.fault: tuple[str, Exception] | None = None
+        self.broken: list[Exception] = []  # what a wrong plan or wrong contents of the pools led to
+        self.fault: tuple[str, BaseException] | None = None
+        self.curse: tuple[Request, str, BaseException] | None = None
+        self.carried: dict[int, tuple[int, int]] = {}  # seat -> (depth, value)
 
-    def run(self, plan: RowPlan) -> torch.Tensor:
+    def prefill(self, plan: RowPlan) -> torch.Tensor:
+        assert plan.loops is None
+        assert plan.kind == "dense"
+        return self._watched(plan)
+
+    def decode(self, plan: RowPlan) -> torch.Tensor:
+        assert all(chunk.rows == 1 for chunk in plan.chunks)
+        return self._watched(plan)
+
+    def save(self, seat: int) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor(self.carried[seat]),)
+
+    def load(self, seat: int, carried: tuple[torch.Tensor, ...]) -> None:
+        depth, value = carried[0].tolist()
+        self.carried[seat] = (depth, value)
+
+    def _watched(self, plan: RowPlan) -> torch.Tensor:
+        try:
+            return self._run(plan)
+        except (AssertionError, ValueError, KeyError) as error:  # not one that was asked for
+            self.broken.append(error)
+            raise
+
+    def _run(self, plan: RowPlan) -> torch.Tensor:
         plan.validate(self.pool.spec.page_size, self.pool.pages, self.store.slots if self.store else 1)
         self.plans.append(plan)
+        when, error = self._failure(plan)
+        if error is not None and when == "before":
+            raise error
+        columns = {name: getattr(plan, name).tolist() for name in (*RowPlan.ROW_FIELDS, "token_ids")}
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        values = [self._begin(plan, row) for row in rows]
+        for step in range(plan.loops or self.loops):
+            self._body(plan, rows, values, step)
+        if plan.loops is not None:
+            for row, value in zip(rows, values, strict=True):
+                self.carried[row["row_seq"]] = (row["row_loop"] + plan.loops, value)
+        if error is not None:
+            raise error
+        wanted = plan.logit_rows.tolist()
+        assert all((rows[row]["row_loop"] + (plan.loops or self.loops)) >= self.loops for row in wanted)
+        logits = [logits_of(values[row]) for row in wanted]
+        return torch.stack(logits) if logits else torch.empty(0, VOCAB, dtype=torch.float64)
+
+    def _failure(self, plan: RowPlan) -> tuple[str, BaseException | None]:
         fault, self.fault = self.fault, None
-        if fault and fault[0] == "before":
-            raise fault[1]
-        active = [row for row in range(plan.rows) if int(plan.row_length[row])]
-        for row in active:
-            self._write(self.pool.k_pool, plan, row, int(plan.token_ids[row]))
-        for row in active:
-            self._write(self.pool.v_pool, plan, row, digest(self._visible(self.pool.k_pool, plan, row)))
-        if fault:
-            raise fault[1]
-        seeds = [self._seed(plan, row) for row in plan.logit_rows.tolist()]
-        return torch.stack([logits_of(seed) for seed in seeds]) if seeds else torch.empty(0, VOCAB)
+        if fault is not None:
+            return fault
+        if self.curse is not None and any(chunk.seat == self.curse[0].seat for chunk in plan.chunks):
+            return self.curse[1], self.curse[2]
+        return "", None
 
-    def _seed(self, plan: RowPlan, row: int) -> int:
-        seen = self._visible(self.pool.v_pool, plan, row)
-        if int(plan.mode_at("capture")[row]) != CAPTURE:
+    def _begin(self, plan: RowPlan, row: dict[str, int]) -> int:
+        """What the row carries; a row that goes on finds what its own last run left."""
+        if not row["row_loop"]:
+            return 0
+        depth, value = self.carried.pop(row["row_seq"])
+        assert depth == row["row_loop"]
+        return value
+
+    def _body(self, plan: RowPlan, rows: list[dict[str, int]], values: list[int], step: int) -> None:
+        alive = [
+            (number, row, row["row_loop"] + step)
+            for number, row in enumerate(rows)
+            if row["row_length"] and row["row_loop"] + step < self.loops
+        ]
+        for _, row, plane in alive:
+            self._write(self.pool.k_pool, plan, row, plane, row["token_ids"])
+        for _, row, plane in alive:
+            self._write(self.pool.v_pool, plan, row, plane, digest(self._visible("k_pool", plan, row, plane)))
+        for number, row, plane in alive:
+            seen = self._visible("v_pool", plan, row, plane)
+            values[number] = self._attend(plan, row, plane, seen, values[number])
+
+    def _attend(self, plan: RowPlan, row: dict[str, int], plane: int, seen: list[int], value: int) -> int:
+        if plane == 0:
             return digest(seen)
+        assert value == digest(self._visible("v_pool", plan, row, 0))
+        if row["row_mode"] != CONSUME:
+            return value
         assert self.store is not None
-        slot = int(plan.row_slot[row])
-        keep = retained(self._visible(self.pool.k_pool, plan, row))
-        self.store.index[slot, 0, 0, : len(keep)] = torch.tensor(keep, dtype=torch.int32)
-        self.store.count[slot, 0] = len(keep)
+        slot = row["row_slot"]
+        if plane == 1:
+            keep = retained(self._visible("k_pool", plan, row, 1))
+            self.store.index[slot, 0, 0, : len(keep)] = torch.tensor(keep, dtype=torch.int32)
+            self.store.count[slot, 0] = len(keep)
+            for name in ("mass", "o_ref", "c_ref"):
+                getattr(self.store, name)[slot] = value
+            return value
+        assert all(
+            bool((getattr(self.store, name)[slot] == value).all()) for name in ("mass", "o_ref", "c_ref")
+        )
         kept = self.store.index[slot, 0, 0, : int(self.store.count[slot, 0])].tolist()
-        return digest([digest(seen), *(seen[j] for j in kept)])
+        return digest([value, *(seen[j] for j in kept)])
 
-    def _at(self, plan: RowPlan, row: int, position: int) -> tuple[int, int, int, int, int]:
-        page = int(plan.block_table[int(plan.row_seq[row]), position // self.pool.spec.page_size])
-        return 0, page, 0, position % self.pool.spec.page_size, 0
+    def _write(
+        self, tensor: torch.Tensor, plan: RowPlan, row: dict[str, int], plane: int, value: int
+    ) -> None:
+        position, size = row["row_position"], self.pool.spec.page_size
+        page = int(plan.block_table[row["row_seq"], position // size])
+        tensor[plane, page, 0, position % size, 0] = value
 
-    def _write(self, tensor: torch.Tensor, plan: RowPlan, row: int, value: int) -> None:
-        tensor[self._at(plan, row, int(plan.row_position[row]))] = value
-
-    def _visible(self, tensor: torch.Tensor, plan: RowPlan, row: int) -> list[int]:
+    def _visible(self, pool: str, plan: RowPlan, row: dict[str, int], plane: int) -> list[int]:
         # int(nan) raises: a key that nobody has written is found here
-        return [int(tensor[self._at(plan, row, j)]) for j in range(int(plan.row_length[row]))]
+        pages = plan.block_table[row["row_seq"]].long()
+        values = getattr(self.pool, pool)[plane, pages, 0, :, 0].flatten()[: row["row_length"]]
+        return [int(value) for value in values.tolist()]
 
 
 def oracle_logits(
@@ -130,10 +208,17 @@ def make_engine(
     **options: object,
 ) -> tuple[Engine, FakeExecutor]:
     """An engine over poisoned pools."""
-    pool = KVPool(KVSpec(1, 1, 1, page_size, torch.float64), pages, "cpu")
+    pool = KVPool(KVSpec(FakeExecutor.loops, 1, 1, page_size, torch.float64), pages, "cpu")
     pool.k_pool.fill_(torch.nan)
     pool.v_pool.fill_(torch.nan)
-    defaults = {"max_context": 64, "prefill_chunk": 5, "max_rows": 16, "sites": SITES, "debug": True}
+    defaults = {
+        "max_context": 64,
+        "prefill_chunk": 5,
+        "max_prefill_tokens": 16,
+        "max_seqs": 16,
+        "sites": SITES,
+        "debug": True,
+    }
     settings: dict[str, object] = defaults | options
     store = None
     if sparse:
@@ -157,6 +242,7 @@ def run_all(engine: Engine, between: Callable[[], None] | None = None) -> dict[s
     """Steps until nothing is left, checking the conservation laws after each; outputs by request."""
     outputs: dict[str, list[StepOutput]] = {}
     for _ in range(2000):
+        assert not engine.executor.broken  # type: ignore[attr-defined]
         if not engine.has_unfinished():
             return outputs
         for output in engine.step():

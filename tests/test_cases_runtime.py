@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +35,24 @@ def engine(ouro: Any) -> Iterator[Engine]:
 
 def plans_of(engine: Engine) -> list[RowPlan]:
     """The plans that the engine will have run, as they come."""
-    plans, run = [], engine.executor.run
-
-    def record(plan: RowPlan) -> torch.Tensor:
-        plans.append(plan)
-        return run(plan)
-
-    engine.executor.run = record  # type: ignore[method-assign]
+    plans: list[RowPlan] = []
+    watch(engine, lambda plan, logits: plans.append(plan))
     return plans
+
+
+def watch(engine: Engine, seen: Callable[[RowPlan, torch.Tensor], None]) -> None:
+    """Calls `seen` with each plan that the engine runs, and with its logits."""
+    executor = engine.executor
+
+    def watched(run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
+        def record(plan: RowPlan) -> torch.Tensor:
+            logits = run(plan)
+            seen(plan, logits)
+            return logits
+
+        return record
+
+    executor.prefill, executor.decode = watched(executor.prefill), watched(executor.decode)  # type: ignore[method-assign]
 
 
 def run_all(engine: Engine) -> dict[str, list[StepOutput]]:
@@ -87,13 +97,8 @@ def test_a15_three_two_then_one_live_rows(ouro: Any, engine: Engine) -> None:
 
 
 def test_a16_logits_of_a_step_outlive_the_next_step(engine: Engine) -> None:
-    raw, run = [], engine.executor.run
-
-    def keep(plan: RowPlan) -> torch.Tensor:
-        raw.append(run(plan))
-        return raw[-1]
-
-    engine.executor.run = keep  # type: ignore[method-assign]
+    raw: list[torch.Tensor] = []
+    watch(engine, lambda plan, logits: raw.append(logits))
     for row in prompts(3, 6):
         engine.add_request(row, SamplingParams(6, want_logits=True))
     kept: list[tuple[StepOutput, torch.Tensor, torch.Tensor]] = []
@@ -133,26 +138,27 @@ def test_a18_three_live_rows_in_a_bucket_of_four(ouro: Any, sparse: bool) -> Non
             tensor.fill_(torch.nan)
         store["index"].fill_(-7)
         pages = [engine.pool.allocate(2) for _ in range(3)]
+        seats = [engine.plans.seats.take(page) for page in pages]
         rows = prompts(5, 3, 9)
-        engine.executor.run(
-            engine.plans.build([Segment(row, 0, page) for row, page in zip(rows, pages, strict=True)])
+        engine.executor.prefill(
+            engine.plans.build([Segment(row, 0, seat) for row, seat in zip(rows, seats, strict=True)])
         )
         leases = [engine.store.renew(engine.store.acquire(str(n), 0), len(row)) for n, row in enumerate(rows)]
         segments = [
             Segment(
                 [9],
                 len(row),
-                page,
+                seat,
                 decode=True,
                 sparse=sparse,
                 lease=lease if sparse else None,
                 wants_logits=True,
             )
-            for row, page, lease in zip(rows, pages, leases, strict=True)
+            for row, seat, lease in zip(rows, seats, leases, strict=True)
         ]
         plan = engine.plans.build(segments, pad_to=bucket)
         assert plan.rows == max(3, bucket)
-        logits.append(engine.executor.run(plan))
+        logits.append(engine.executor.decode(plan))
         live = {name: tensor[:, 1:] for name, tensor in pools.items()}
         live |= {name: tensor[1:] for name, tensor in store.items()}
         states.append(live)

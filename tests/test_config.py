@@ -58,7 +58,6 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("max_context", 0),
         ("max_batch", -3),
         ("dense_below", -1),
-        ("dense_below", None),
         ("page_size", 0),
         ("prefill_chunk", 0),
         ("implementation", "cuda"),
@@ -66,7 +65,12 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("enabled", 1),
         ("validate", None),
         ("roll", "no"),
+        ("merge_linears", "yes"),
+        ("merge_linears", None),
         ("progress", "yes"),
+        ("async_steps", 1),
+        ("loops_per_step", 0),
+        ("prefix_caching", None),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: object) -> None:

@@ -20,7 +20,7 @@ from runtime_fakes import (
 
 from sparse_compile.kernels.retention import retained_count
 from sparse_compile.runtime.request import Request, RequestMetrics, SamplingParams
-from sparse_compile.runtime.sampler import sample
+from sparse_compile.runtime.sampler import choose, draw, largest
 
 # ---------------------------------------------------------------------- sampling and finishing
 
@@ -145,18 +145,25 @@ def test_without_a_generator_torch_manual_seed_decides() -> None:
 
 
 def test_sampling_has_the_distribution_of_the_scores() -> None:
-    engine, _ = make_engine()
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
-    engine.add_request([1], SamplingParams(1, do_sample=True), "a")
-    request = engine.scheduler.find("a")
-    assert request is not None
-    request.params.generator.manual_seed(0)  # type: ignore[union-attr]
-    draws = [sample(logits, [request])[0].token for _ in range(2000)]  # type: ignore[union-attr]
-    counts = torch.bincount(torch.tensor(draws), minlength=4).double()
+    generator = torch.Generator().manual_seed(0)
+    draws = draw(logits.softmax(-1).expand(2000, 4).contiguous(), generator)[:, 0]
+    counts = torch.bincount(draws, minlength=4).double()
     expected = logits[0].double().softmax(-1) * 2000
     assert counts[3] == 0
     chi_square = float(((counts - expected)[:3] ** 2 / expected[:3]).sum())
     assert chi_square < 13.8  # two degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocabulary", [2, 272, 50_000])
+def test_draws_are_those_of_multinomial(dtype: torch.dtype, vocabulary: int) -> None:
+    """Bit for bit, and the generator is left in the same state: seeds keep their tokens."""
+    ours, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(20):
+        probs = torch.randn(1, vocabulary, dtype=dtype).mul(3).softmax(-1)
+        assert torch.equal(draw(probs, ours), torch.multinomial(probs, 1, generator=own))
+        assert torch.equal(ours.get_state(), own.get_state())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -167,10 +174,12 @@ def test_scores_are_float32_or_float64(dtype: torch.dtype) -> None:
         seen.append(scores.dtype)
         return scores
 
-    engine, _ = make_engine()
-    engine.add_request([1], greedy(1, processor=note), "a")
-    sample(torch.zeros(1, 4, dtype=dtype), [engine.scheduler.find("a")])  # type: ignore[list-item]
-    assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
+    request = Request("a", greedy(1, processor=note), [1], RequestMetrics(prompt_tokens=1), added_at=0.0)
+    logits = torch.zeros(1, 4, dtype=dtype)
+    drawn = largest(logits)
+    choose(drawn, logits, [request])
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (seen, drawn.logprobs.dtype) == ([wanted], wanted)
 
 
 # ---------------------------------------------------------------------- metrics

@@ -62,12 +62,14 @@ def test_the_key_covers_rows_width_kind_and_depths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
-@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("name", "retention", "inductor"),
+    [(name, retention, False) for name in ("ouro", "dory", "hrm-text") for retention in (1.0, 0.3)]
+    + [("ouro", 0.3, True), ("dory", 0.3, True), ("hrm-text", 0.3, True)],
+)
 def test_graphs_change_no_bits(name: str, retention: float, inductor: bool) -> None:
     model = tiny_model(name).cuda()
-    options = {"key_retention": retention, "page_size": 4, "inductor": inductor}
+    options = {"key_retention": retention, "page_size": 4, "inductor": inductor, "dense_below": 0}
     plain = sparse_compile(model, cuda_graphs=False, **options)
     graphed = sparse_compile(model, cuda_graphs=True, **options)
     assert generate(graphed, prompts()) == generate(plain, prompts())
@@ -81,7 +83,7 @@ def test_graphs_change_no_bits(name: str, retention: float, inductor: bool) -> N
 @pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
 def test_on_the_gpu_dense_equals_transformers(name: str) -> None:
     model = tiny_model(name).cuda()
-    compiled = sparse_compile(model, key_retention=1.0)
+    compiled = sparse_compile(model, key_retention=1.0, inductor=False)
     for row in prompts():
         own = model.generate(row[None].cuda(), max_new_tokens=24, do_sample=False)[:, len(row) :].tolist()
         assert generate(compiled, [row]) == own
@@ -89,7 +91,9 @@ def test_on_the_gpu_dense_equals_transformers(name: str) -> None:
 
 @pytest.mark.gpu
 def test_rows_beyond_the_plan_touch_only_the_dummies() -> None:
-    compiled = sparse_compile(tiny_model("ouro").cuda(), key_retention=0.3, page_size=4)
+    compiled = sparse_compile(
+        tiny_model("ouro").cuda(), key_retention=0.3, page_size=4, dense_below=0, inductor=False
+    )
     generate(compiled, prompts())
     engine = compiled.engine
     executor, pool, store = engine.executor, engine.pool, engine.store
@@ -103,3 +107,16 @@ def test_rows_beyond_the_plan_touch_only_the_dummies() -> None:
     for old, new in zip(before[2:], after[2:], strict=True):
         assert torch.equal(old[1:].nan_to_num(), new[1:].nan_to_num())
     assert key.kind in ("sparse", "mixed", "dense")
+
+
+@pytest.mark.gpu
+def test_kernels_that_wait_for_the_host_are_not_captured() -> None:
+    model = tiny_model("ouro", dtype=torch.float64).cuda()  # no Triton kernels in float64
+    assert sparse_compile(model, key_retention=0.3).sparse_config.cuda_graphs is False
+    with pytest.raises(ValueError, match=r"cuda_graphs=True: .*Triton"):
+        sparse_compile(model, key_retention=0.3, cuda_graphs=True)
+
+
+def test_graphs_need_cuda() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs=True: needs a model on CUDA, this one is on cpu"):
+        sparse_compile(tiny_model("ouro"), key_retention=0.3, cuda_graphs=True)

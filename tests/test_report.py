@@ -112,6 +112,21 @@ def test_tables_say_what_is_missing() -> None:
     assert "sparse off" in text_of(report_of(fake_program(sites), (), enabled=False))
 
 
+def test_merged_layers_and_those_left_alone() -> None:
+    merged = (SimpleNamespace(parts=("a.q.weight", "a.k.weight")), SimpleNamespace(parts=("b.q.weight",) * 3))
+    left = tuple(
+        SimpleNamespace(weights=(f"{name}.q.weight",), reason="they differ in dtype") for name in "cd"
+    )
+    report = report_of(fake_program(merged=merged, left_alone=left))
+    text = text_of(report)
+    assert "linear layers: merged 5 into 2" in text
+    assert "linear layers left alone: c.q.weight and 1 more: they differ in dtype" in text
+    value = json.loads(json.dumps(report.to_dict()))
+    assert value["merged_linears"][0] == ["a.q.weight", "a.k.weight"]
+    assert value["left_alone_linears"][1] == {"weights": ["d.q.weight"], "reason": "they differ in dtype"}
+    assert "linear layers" not in text_of(report_of(fake_program()))
+
+
 def test_memory_of_the_engine() -> None:
     compiled, engines = compiled_llama()
     compiled.generate(left_padded([4])["input_ids"], max_new_tokens=1)
@@ -119,6 +134,29 @@ def test_memory_of_the_engine() -> None:
     report = compiled.report()
     assert report.memory == {"kv_pool": 1024, "reference_store": 2048}
     assert "kv pool 1.0 KiB, reference store 2.0 KiB" in text_of(report)
+
+
+def test_the_budget_follows_the_settings_and_then_the_engine() -> None:
+    assert report_of(fake_program()).budget == {}
+    report = report_of(fake_program(), max_context=64, max_batch=3)
+    kv = (1 + 3 * 4) * 16 * 8 * 2 * 2 * 8 * 4  # pages x page size x sites x k and v x heads x size x bytes
+    store = 4 * (
+        4 + 4 * (4 * 64 + 4 + 8 * (4 + 4)) + 1
+    )  # slots x (count, 4 heads x (index, mass, o, c), valid)
+    weights = report.budget["weights"]
+    assert weights > 0
+    assert report.budget == {
+        "batch": 3,
+        "context": 64,
+        "weights": weights,
+        "kv_pool": kv,
+        "reference_store": store,
+        "total": weights + kv + store,
+    }
+    assert "memory for 3 x 64 tokens: weights" in text_of(report)
+    compiled, _ = compiled_llama()
+    compiled.generate(left_padded([4])["input_ids"], max_new_tokens=1)
+    assert compiled.report().budget["context"] == 16
 
 
 def test_bytes_for_people() -> None:

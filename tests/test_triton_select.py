@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICES, SITE, Case, Shape, build, call
+from kernel_cases import DEVICES, SITE, Case, Shape, build, call, plane_of
 from torch import Tensor
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from sparse_compile.kernels.triton_select import running_counts
 from sparse_compile.kernels.triton_tuning import Tiles
 
 HEADS = 2
 TILES = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, slice=16, max_parts=4,
+    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2,
     gather_block=16, register_scores=64, small_scores=32,
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
@@ -48,12 +52,13 @@ def some_scores(kind: str, lines: int, length: int) -> Tensor:
 
 
 def select(case: Case, scores: list[Tensor], poison: float) -> Case:
-    """Run the two kernels of the selection on given scores, one [HEADS, length] per row."""
+    """Run the selection on given scores, one [HEADS, length] per row."""
     from sparse_compile.kernels import triton_backend
 
     mine = case.copy()
     attention = replace(mine.attention, k=mine.k, v=mine.v, query_rows=1)
-    scratch = triton_backend.Scratch(attention, TILES, keeps_scores=True)
+    scratch = triton_backend.Scratch(attention, TILES, mine.store_view.capacity)
+    scratch.guess_stats.fill_(torch.inf)  # no guess helps
     scratch.scores.fill_(poison)
     for row, own in enumerate(scores):
         for head in range(HEADS):
@@ -61,7 +66,7 @@ def select(case: Case, scores: list[Tensor], poison: float) -> Case:
             scratch.scores[line, : own.shape[1]] = own[head]
             scratch.stats[line, 0] = own[head].max()
             scratch.stats[line, 1] = (own[head] - own[head].max()).exp().sum()
-    triton_backend._keep(attention, mine.store_view, mine.retention, scratch)
+    triton_backend._select(attention, mine.store_view, mine.retention, scratch)
     return mine
 
 
@@ -113,28 +118,17 @@ def test_nan_scores_keep_to_their_room(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("tiles", "heads", "dtype"),
-    [
-        ({}, (2, 2), torch.bfloat16),
-        ({"pack": 2}, (4, 2), torch.float32),
-        ({"pack": 4, "min_unit": 4, "max_units": 8}, (4, 4), torch.float32),
-    ],
-    ids=["one head", "two heads", "four heads"],
-)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_unit_or_two_per_program_make_the_same_bits(
-    tiles: dict[str, int],
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, heads: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparse_compile.kernels import triton_backend
 
     case = build(Shape(((16, 1), (70, 1), (130, 1)), heads=heads, dtype=dtype, device=device))
     results = []
     for pair in (False, True):
-        made = replace(TILES, pair=pair, **tiles)
+        made = replace(TILES, pair=pair)
         monkeypatch.setattr(triton_backend, "tiles_for", lambda attention, made=made: made)
         mine = case.copy()
         results.append((call(mine, "capture", "triton"), mine.store["mass"], mine.store["c_ref"]))
@@ -144,3 +138,104 @@ def test_one_unit_or_two_per_program_make_the_same_bits(
     wanted = call(case.copy(), "dense", "batched")
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(results[0][0], wanted, rtol=tolerance, atol=tolerance)
+
+
+def with_scores(kind: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    """A case whose scores are of one kind: each key holds its score, each query a one."""
+    sequences = tuple((length, 1) for length in lengths)
+    case = build(Shape(sequences, heads=(HEADS, HEADS), retention="0.2", dtype=dtype, device=device))
+    case.q.zero_()
+    case.q[..., 0] = 1.0
+    case.scale = 1.0
+    table, page = case.plan["block_table"], case.pool["k_pool"].shape[3]
+    for row, length in enumerate(case.plan["row_length"].tolist()):
+        own = shaped_scores(kind, length).to(case.q)  # [HEADS, length]
+        keys = torch.zeros(length, *case.k.shape[1:]).to(case.q)
+        keys[..., 0] = own.T
+        plane, sequence = plane_of(case, row), int(case.plan["row_seq"][row])
+        for n in range(length - 1):
+            case.pool["k_pool"][plane, table[sequence, n // page], :, n % page] = keys[n]
+        case.k[row] = keys[-1]
+    return case
+
+
+def shaped_scores(kind: str, length: int) -> Tensor:
+    """[HEADS, length]. Units hold 16 keys or more, and guess from their first 16."""
+    generator = torch.Generator().manual_seed(length)
+    normal = torch.randn(HEADS, length, generator=generator)
+    n = torch.arange(length)
+    if kind == "equal":
+        return torch.full_like(normal, -1.25)
+    if kind == "two peaks":
+        return normal + 8.0 * (torch.rand(HEADS, length, generator=generator) < 0.1)
+    if kind == "one huge":
+        return torch.where(n == 3, 60.0, normal * 0.5)
+    if kind == "never":
+        return torch.where(normal > 0.5, normal, -torch.inf)
+    if kind == "local":
+        return normal + 6.0 * (n >= length - 16)
+    if kind == "a first block unlike the rest":
+        return normal + 5.0 * (n % 64 >= 16)
+    return normal
+
+
+KINDS = ["normal", "equal", "two peaks", "one huge", "never", "local", "a first block unlike the rest"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_good_guesses_and_bad_ones_give_the_same_answer(kind: str, dtype: torch.dtype, device: str) -> None:
+    case = with_scores(kind, (5, 31, 130), dtype, device)
+    mine, theirs = case.copy(), case.copy()
+    out = call(mine, "capture", "triton")
+    call(theirs, "capture", "batched")
+    assert torch.equal(out, call(case.copy(), "dense", "triton"))
+    for row, length in enumerate(case.plan["row_length"].tolist()):
+        slot, count = int(case.store["row_slot"][row]), case.retention.count(length)
+        assert torch.equal(mine.store["o_ref"][slot, SITE], out[row])
+        for name in ("index", "mass", "c_ref"):
+            got, want = mine.store[name][slot, SITE], theirs.store[name][slot, SITE]
+            if name == "index":
+                assert torch.equal(got[:, :count], want[:, :count]), length
+            else:
+                torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "helps"), [("normal", True), ("equal", False)])
+def test_guesses_are_used_where_they_help(kind: str, helps: bool, device: str) -> None:
+    """Fewer values are read than keys retained, and the rest comes from what attention left."""
+    from sparse_compile.kernels import triton_backend
+
+    case = with_scores(kind, (130,), torch.float32, device)
+    attention = replace(case.attention, k=case.k, v=case.v, query_rows=1)
+    out = torch.empty_like(case.q)
+    scratch = triton_backend._attend(
+        attention, out, triton_backend.MODE_CAPTURE, case.store_view, case.retention
+    )
+    slot, found = int(case.store["row_slot"][0]), []
+    for factor in (1.0, 2.0):
+        scratch.guess_acc.mul_(factor)
+        scratch.fixes.fill_(-1)
+        triton_backend._select(attention, case.store_view, case.retention, scratch)
+        found.append(case.store["c_ref"][slot, SITE].clone())
+    fixes = (scratch.fixes >= 0).sum(1)
+    assert torch.equal(*found) != helps
+    assert bool((fixes < 0.7 * case.retention.count(130)).all())
+    assert bool(fixes.any()) == helps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_running_counts(device: str) -> None:
+    width = 16384  # wide enough for two levels
+    marks = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    marks, got = marks.to(device), torch.empty(width, dtype=torch.int32, device=device)
+    counts_of[(1,)](marks, got, width)
+    assert torch.equal(got, marks.cumsum(0).int())
+
+
+@triton.jit
+def counts_of(marks, out, NB: tl.constexpr):
+    n = tl.arange(0, NB)
+    tl.store(out + n, running_counts(tl.load(marks + n), NB))

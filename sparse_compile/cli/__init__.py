@@ -1,8 +1,8 @@
 """The command `sparse-compile`.
 
-Exit codes: 0 done, 1 a check found a difference or a self-test failed, 2 bad usage or a bad value, 3 the
-model is not supported. Results go to stdout (with --json: one JSON object and nothing else), progress and
-errors to stderr.
+Exit codes: 0 done, 1 a check found a difference, a self-test failed or a plan does not fit, 2 bad usage or a bad
+value, 3 the model is not supported. Results go to stdout (with --json: one JSON object and nothing else), progress
+and errors to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sparse_compile.cli.common import USAGE, report_error
 from sparse_compile.cli.demo import demo
 from sparse_compile.cli.generate import generate
 from sparse_compile.cli.inspect import inspect
+from sparse_compile.cli.plan import plan
 
 app = typer.Typer(
     name="sparse-compile",
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, generate, check, demo):
+for command in (inspect, generate, check, plan, demo):
     app.command()(command)
 
 

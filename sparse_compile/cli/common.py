@@ -38,10 +38,24 @@ Recapture = Annotated[
     int | None,
     typer.Option("--recapture-every", help="Select anew every so many loops after the capture loop."),
 ]
-DenseBelow = Annotated[int, typer.Option("--dense-below", help="Rows with fewer visible keys run dense.")]
+DenseBelow = Annotated[
+    int | None,
+    typer.Option("--dense-below", help="Rows with fewer visible keys run dense (default: by device)."),
+]
 Dense = Annotated[bool, typer.Option("--dense", help="Run everything dense.")]
 Implementation = Annotated[
     str, typer.Option("--implementation", help="Attention kernels: reference | batched | triton | auto.")
+]
+AsyncSteps = Annotated[
+    bool | None,
+    typer.Option(
+        "--async-steps/--no-async-steps",
+        help="Submit a step before the tokens of the last one are read; by default on CUDA.",
+    ),
+]
+LoopsPerStep = Annotated[
+    int | None,
+    typer.Option("--loops-per-step", help="Loops of a token in one step; by default all of them."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, ...; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: CUDA if there is one.")]
@@ -142,7 +156,7 @@ def compile_options(
     retention: str,
     capture_loop: int,
     recapture_every: int | None,
-    dense_below: int,
+    dense_below: int | None,
     dense: bool,
     implementation: str,
     no_validate: bool,

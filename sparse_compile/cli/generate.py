@@ -32,9 +32,11 @@ def generate(
     retention: common.Retention = "0.1",
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
-    dense_below: common.DenseBelow = 0,
+    dense_below: common.DenseBelow = None,
     dense: common.Dense = False,
     implementation: common.Implementation = "auto",
+    async_steps: common.AsyncSteps = None,
+    loops_per_step: common.LoopsPerStep = None,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     no_validate: common.NoValidate = False,
@@ -45,6 +47,7 @@ def generate(
     options = common.compile_options(
         retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
+    options |= {"async_steps": async_steps, "loops_per_step": loops_per_step}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     settings = {name: value for name, value in sampling.items() if value is not None}
     settings |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}

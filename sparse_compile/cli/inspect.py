@@ -14,7 +14,7 @@ def inspect(
     retention: common.Retention = "0.1",
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
-    dense_below: common.DenseBelow = 0,
+    dense_below: common.DenseBelow = None,
     dense: common.Dense = False,
     implementation: common.Implementation = "auto",
     context: Annotated[

@@ -1,0 +1,110 @@
+"""Where the time of a step goes: kernels by class, from torch.profiler."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.timing import synchronize
+from sparse_compile import kernels
+
+# The first pattern that is found in a kernel's name decides. Our own kernels are known by name, and Inductor's kernels,
+# which bear the names of what was fused, by their beginning.
+CLASSES = {
+    "attention": r"attention|fmha|flash|mha_|sdpa|paged",
+    "products": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|matmul|skinny",
+    "copies": r"memcpy|memset|copy|catarray",
+    "sampling": r"argmax|softmax|logsumexp|multinomial|sort",
+    "pointwise and norms": r"elementwise|reduce|vectorized|index|gather|scatter|cumsum",
+}
+OTHER = "other"
+
+
+def our_kernels() -> frozenset[str]:
+    """Names of the attention kernels of this project, as they are launched."""
+    modules = [
+        found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.startswith("triton_")
+    ]
+    return frozenset(
+        name
+        for module in modules
+        for name, value in vars(import_module(f"{kernels.__name__}.{module}")).items()
+        if type(value).__name__ in ("JITFunction", "InterpretedFunction", "Autotuner")
+    )
+
+
+def classify(name: str, ours: Iterable[str] = ()) -> str:
+    """The class of a kernel by its name."""
+    if name in set(ours):
+        return "attention"
+    if name.startswith("triton_"):
+        return "products" if name.startswith(("triton_tem", "triton_mm")) else "pointwise and norms"
+    for kind, pattern in CLASSES.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return OTHER
+
+
+def kernel_classes(step: Callable[[], Any], steps: int = 5) -> dict[str, float]:
+    """Milliseconds per step by class, the largest first, of kernels on CUDA; of operators where there is none."""
+    on_cuda = torch.cuda.is_available()
+    step()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            step()
+        synchronize()
+    times: dict[str, float] = {}
+    ours = our_kernels()
+    for event in found.key_averages():
+        spent = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        if spent and (not on_cuda or event.device_type == torch.autograd.DeviceType.CUDA):
+            kind = classify(event.key, ours)
+            times[kind] = times.get(kind, 0.0) + spent / 1000 / steps
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def table(title: str, times: dict[str, float], traffic: dict[str, int], bandwidth: float) -> str:
+    """Lines for people. traffic: bytes that a class must move; bandwidth: bytes per second of the floor."""
+    total = sum(times.values())
+    lines = [f"{title}: {total:.3f} ms of kernels per step"]
+    for kind, spent in times.items():
+        line = f"  {kind:20s} {spent:8.3f} ms {100 * spent / total:5.1f} %"
+        if kind in traffic:
+            floor = traffic[kind] / bandwidth * 1000
+            line += (
+                f"  {traffic[kind] / 1e9:7.2f} GB  floor {floor:7.3f} ms  {100 * floor / spent:5.1f} % of it"
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Stacked bars of the rows that have a breakdown, one bar for each point and system."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.get("breakdown")]
+    kinds = dict.fromkeys(kind for row in rows for kind in row["breakdown"])
+    names = [f"{row['batch']}x{row['context']}\n{row['system']}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(rows), 4.5))
+    bottom = [0.0] * len(rows)
+    for kind in kinds:
+        heights = [row["breakdown"].get(kind, 0.0) for row in rows]
+        axes.bar(names, heights, bottom=bottom, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.plot(names, [row["floor_ms"] for row in rows], "k_", markersize=30, label="floor")
+    axes.set_ylabel("ms per step")
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,203 @@
+"""Time decode steps of several systems side by side, over KV caches of random numbers.
+
+    python -m benchmarks.decode --out benchmarks/results/decode-h200.json        all systems at all points
+    python -m benchmarks.decode --systems sparse,dense --points 2x32768,1x1024   some of them
+    python -m benchmarks.decode --systems sparse,dense --breakdown --plot steps.png
+    python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
+    python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
+
+The model has the shape of a preset and random weights. floor_ms is (bytes of keys and values that are read + weights
+once per loop) over the read bandwidth. Before anything is timed the compiled program is compared with the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DoryConfig, HrmTextConfig
+
+from benchmarks import breakdown, latency
+from benchmarks.systems import SYSTEMS, Point, Setup, free_memory
+from benchmarks.timing import conditions, step_time
+from sparse_compile.config import SparseConfig
+from sparse_compile.models import preset_config, random_model, tiny_model
+from sparse_compile.validation import validate_program
+
+POINTS = "2x32768,4x16384,32x1900,8x8192,1x1024"
+TINY_POINTS = "2x64,1x32"
+HOST_POINT, FIRST_TOKEN_POINTS = "32x1900", "1x8192,8x2048"
+# Shapes of published sizes. transformers' own decoders over their caches are known for Ouro alone.
+MODELS = {
+    "ouro-1.4b": lambda: preset_config("ouro-1.4b"),
+    "ouro-2.6b": lambda: preset_config("ouro-2.6b"),
+    "dory": lambda: DoryConfig(recurrent_kv_cache_mode="per_loop"),
+    "hrm-text": HrmTextConfig,
+}
+BANDWIDTH = 4.35e12  # bytes per second that an H200 reads
+EXTRAS = ("host", "first-token", "warm-up")
+
+
+def parse_points(text: str) -> list[Point]:
+    """ "2x32768,1x1024" -> points."""
+    return [Point(*(int(number) for number in item.split("x"))) for item in text.split(",") if item]
+
+
+def make_setup(options: argparse.Namespace) -> Setup:
+    """The model and the options of all systems; a gate compares the compiled program with the model."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
+    config = SparseConfig(
+        key_retention=options.retention,
+        dense_below=options.dense_below,
+        prefill_chunk=options.prefill_chunk,
+        implementation="auto",
+        validate=False,
+        progress=False,
+    ).for_device(device.type)
+    if options.tiny:
+        torch.set_num_threads(1)
+        model = tiny_model("ouro")
+    else:
+        with torch.device(device):
+            model = random_model(MODELS[options.model](), torch.bfloat16)
+    return Setup(
+        model.to(device), config, room=4 * (options.warm + options.steps) + 64,
+        compile_backend="eager" if options.tiny else "inductor",
+    )  # fmt: skip
+
+
+def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the result; a system that fails gives a row with the reason."""
+    row: dict[str, Any] = {"batch": point.batch, "context": point.context, "system": name}
+    free_memory()
+    started = time.perf_counter()
+    try:
+        system = SYSTEMS[name](setup, point)
+        try:
+            times = step_time(system.step, options.warm, options.steps)
+            row["step_ms"] = round(times.device_ms, 3)
+            row["wall_ms"] = round(times.wall_ms, 3)
+            if options.breakdown:
+                found = breakdown.kernel_classes(system.step)
+                row["breakdown"] = {kind: round(spent, 4) for kind, spent in found.items()}
+                row["other_ms"] = round(sum(found.values()) - found.get("attention", 0.0), 3)
+        finally:
+            system.close()
+    except Exception as error:
+        row["error"] = reason(error)
+    sparse = name == "sparse" and point.context >= (setup.config.dense_below or 0)
+    traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes()}
+    row["floor_ms"] = round(sum(traffic.values()) / BANDWIDTH * 1000, 3)
+    row["setup_s"] = round(time.perf_counter() - started, 1)
+    shown = {key: value for key, value in row.items() if key != "breakdown"}
+    print(json.dumps(shown), flush=True)
+    if "breakdown" in row:
+        print(breakdown.table(f"{point} {name}", row["breakdown"], traffic, BANDWIDTH), flush=True)
+    return row
+
+
+def check(setup: Setup) -> None:
+    """The gate: the program's logits on a short prompt are those of the model. Raises ValidationError."""
+    error = validate_program(setup.model, setup.factory(sparse=True))
+    print(f"gate: relative error of the logits against the model's own generation {error:.2e}", flush=True)
+
+
+def run_extras(setup: Setup, options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """Results of the extras by name; one that fails gives the reason."""
+    host = parse_points("2x32" if options.tiny else HOST_POINT)[0]
+    points = parse_points("2x32" if options.tiny else FIRST_TOKEN_POINTS)
+    runs: dict[str, Callable[[], Any]] = {
+        "host": lambda: latency.host_overhead(setup, host, 10 if options.tiny else 200),
+        "first-token": lambda: [latency.first_token(setup, point) for point in points],
+        "warm-up": lambda: latency.warm_up_cold_and_warm(arguments),
+    }
+    found = {}
+    for name in options.extras:
+        free_memory()
+        try:
+            found[name.replace("-", "_")] = runs[name]()
+        except Exception as error:
+            found[name.replace("-", "_")] = {"error": reason(error)}
+            print(f"{name} failed: {reason(error)}", flush=True)
+    return found
+
+
+def reason(error: Exception) -> str:
+    """An error as one line of a report."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--points", help=f"batch x context; default {POINTS}")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--model", default="ouro-1.4b", choices=MODELS)
+    parser.add_argument("--retention", default="0.1")
+    parser.add_argument("--dense-below", type=int, help="default: by device")
+    parser.add_argument("--prefill-chunk", type=int, default=8192)
+    parser.add_argument("--warm", type=int, default=10, help="steps before the clock starts")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--breakdown", action="store_true", help="time by kernel class, and other_ms")
+    parser.add_argument("--plot", type=Path, help="a picture of the breakdown")
+    parser.add_argument("--extras", default="", help=f"some of {','.join(EXTRAS)}")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--warm-up-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    options.systems = [name for name in options.systems.split(",") if name]
+    options.extras = [name for name in options.extras.split(",") if name]
+    for name, known in (("systems", SYSTEMS), ("extras", EXTRAS)):
+        unknown = set(getattr(options, name)) - set(known)
+        if unknown:
+            parser.error(f"--{name}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if options.tiny:
+        options.warm, options.steps = 2, 4
+    options.points = parse_points(options.points or (TINY_POINTS if options.tiny else POINTS))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    options = parse(arguments)
+    setup = make_setup(options)
+    if options.warm_up_only:
+        print(latency.warm_up(setup, *((2, 64) if options.tiny else (32, 2048))))
+        return {}
+    report = conditions()
+    print(json.dumps(report), flush=True)
+    check(setup)
+    report["rows"] = []
+    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
+    for name in options.systems:
+        for point in options.points:
+            report["rows"].append(measure(name, setup, point, options))
+            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
+    shared = [
+        "--model",
+        options.model,
+        "--retention",
+        options.retention,
+        *(["--tiny"] if options.tiny else []),
+    ]
+    report |= run_extras(setup, options, shared)
+    write(report, options.out)
+    if options.plot:
+        breakdown.plot(report["rows"], options.plot)
+    return report
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    """Store the report, if it is wanted."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The search for the score that exactly `keep` scores of a row reach, by narrowing a bracket of sortable integers.
+
+The order of the integers is that of the floats (see `triton_parts.sortable`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import LOG2E, LOWEST, sortable, unsortable
+
+SAMPLE = tl.constexpr(512)
+
+
+@triton.jit
+def load_sortable(scores_row, n, length):
+    """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
+
+    Loads go by fours: lines of scores are padded to a multiple of 16.
+    """
+    s = tl.load(scores_row + n, mask=n // 4 * 4 < length, other=0.0)
+    return tl.where(n < length, sortable(s), LOWEST)
+
+
+@triton.jit
+def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
+    """How many of a row's scores are at or above `candidate`."""
+    found = tl.sum((key >= candidate).to(tl.int32), 0)
+    if not IN_REGISTERS:
+        for n0 in range(NB, length, NB):
+            other = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
+            found += tl.sum((other >= candidate).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def describe(scores_row, length):
+    """(mean, standard deviation) of some of a row's scores, evenly spread: enough for a first guess."""
+    n = tl.arange(0, SAMPLE) * tl.cdiv(length, SAMPLE)
+    inside = n < length
+    s = tl.load(scores_row + n, mask=inside, other=0.0)
+    share = 1.0 / tl.sum(inside.to(tl.float32), 0)
+    mean = tl.sum(s, 0) * share
+    off = tl.where(inside, s - mean, 0.0)
+    return mean, tl.maximum(tl.sqrt(tl.sum(off * off, 0) * share), 1e-6)
+
+
+@triton.jit
+def find_cut(
+    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
+    """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
+
+    A bracket [low, high) with count(low) >= keep > count(high) shrinks. The first guess takes the scores as normally
+    distributed; until both ends are scores' own, the next ones follow that distribution's density, in steps that grow.
+    Then they interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half
+    its weight (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends. It stops
+    early where exactly `keep` scores reach.
+    """
+    mean, deviation = describe(scores_row, length)
+    low = tl.full((), LOWEST + 1, tl.int32)
+    high = top + 1
+    reached = length
+    beyond = tl.full((), 0, tl.int32)  # how many reach `high`
+    target = tl.log2(keep.to(tl.float32))
+    over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
+    under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
+    step = deviation / (length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)  # score per key
+    guess = mean + quantile * deviation
+    side = tl.full((), 0, tl.int32)
+    turn = tl.full((), 0, tl.int32)
+    while (reached != keep) & (low + 1 < high):
+        middle = (low & high) + ((low ^ high) >> 1)
+        if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
+            middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
+        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
+        value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
+        if found >= keep:
+            low = middle
+            reached = found
+            over = tl.maximum(value, 1e-3)
+            under = tl.where(side == 1, under * 0.5, under)
+            side = tl.full((), 1, tl.int32)
+        else:
+            high = middle
+            beyond = found
+            under = value
+            over = tl.where(side == -1, over * 0.5, over)
+            side = tl.full((), -1, tl.int32)
+        if (reached == length) | (high > top):
+            guess = unsortable(middle) + (found - keep + 0.5) * step
+            step *= 2.0
+        else:
+            left = unsortable(low)
+            guess = left + over / (over - under) * (unsortable(high - 1) - left)
+        turn += 1
+    exact = reached == keep
+    return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)

@@ -1,0 +1,114 @@
+"""The loops over keys of the attention kernel: scores, soft-max, weighted values of one unit of keys.
+
+Scores and sums are float32. A page table entry is loaded one step ahead of the keys that it leads to.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_guesses import HALF
+from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product, score, soft_cap
+
+STORE_PAIR = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def online_softmax(s, m, l, acc, v, cut, GUESSES: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """One step over s [BM, BN] (masked entries -inf) and v [BN, BD]: updated (m [BM], l [BM], acc [BM, BD]).
+
+    With GUESSES scores below cut [BM] count for the maximum only, and the upper half of the rows sums what rounding
+    takes from the weights of the lower half.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = finite_or_zero(m_new)
+    alpha = tl.exp2((m - m_safe) * LOG2E)
+    p = tl.exp2((s - m_safe[:, None]) * LOG2E)  # [BM, BN]
+    weights = p
+    if GUESSES > 0:
+        p = tl.where(s < cut[:, None], 0.0, p)
+        upper = tl.arange(0, BM) >= HALF
+        weights = tl.where(upper[:, None], p - p.to(v.dtype).to(tl.float32), p)
+    return m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None] + product(weights.to(v.dtype), v, PRECISION)
+
+
+@triton.jit
+def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Keep s [BM, BN] where `wanted`, at line [BM] + n [BN], both int32.
+
+    Triton would move the whole padded tile to where a store of rows likes it. ASSEMBLY stores straight from where the
+    product left it, two neighbouring columns at a time: columns come in pairs, and lines have an even size.
+    """
+    if ASSEMBLY:
+        even, odd = tl.split(tl.reshape(s, [BM, BN // 2, 2]))
+        first, _ = tl.split(tl.reshape(n, [BN // 2, 2]))
+        mask, _ = tl.split(tl.reshape(wanted.to(tl.int32), [BM, BN // 2, 2]))
+        at = scores + line[:, None] + first[None, :]
+        tl.inline_asm_elementwise(
+            STORE_PAIR, "=r,l,f,f,r", [at.to(tl.int64, bitcast=True), even, odd, mask], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(scores + line[:, None] + n[None, :], s, mask=wanted)
+
+
+@triton.jit
+def attend_kept(
+    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap,
+    HAS_CAP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    e = tl.arange(0, BK)
+    for e0 in tl.range(start, end, BK, num_stages=STAGES):
+        ok = e0 + e < end
+        n = tl.load(kept_line + e0 + e, mask=ok, other=0)
+        page = page_of(table_row, n, ok, PAGE)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
+        if HAS_CAP:
+            s = soft_cap(s, cap)
+        m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, m, 0, BM, PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def attend_all(
+    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
+    cut, scores, line_m, captured,
+    GUESSES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CAPTURES: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys start .. end - 1: (m [BM], l [BM], acc [BM, BD]).
+
+    Where `captured`, scores of the rows with line_m [BM] >= 0 are kept there. `cut` as in `online_softmax`.
+    """
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    offset = tl.arange(0, BN)
+    # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
+    page = page_of(table_row, start + offset, start + offset < end, PAGE)
+    for n0 in tl.range(start, end, BN, num_stages=STAGES):
+        n = n0 + offset
+        ok = n < end
+        page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        s, seen = score(q_tile, k, n, end, first_m, length_m, scale, cap, HAS_CAP, HAS_WINDOW, PRECISION)
+        if CAPTURES:
+            if captured:
+                store_scores(scores, line_m, n, s, seen & (line_m >= 0)[:, None], ASSEMBLY, BM, BN)
+        m, l, acc = online_softmax(
+            tl.where(seen, s, float("-inf")), m, l, acc, v, cut, GUESSES, BM, PRECISION
+        )
+        page = page_next
+    return m, l, acc

@@ -1,0 +1,58 @@
+"""The memory of a model's weights: where it lies, and how several weights become one block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of `model`, each under all of its names."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+def get_tensor(root: nn.Module, path: str) -> torch.Tensor:
+    """The tensor of a module by its dotted name."""
+    module, _, name = path.rpartition(".")
+    value = getattr(root.get_submodule(module), name)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte address, exclusive, that a tensor may touch."""
+    if tensor.numel() == 0:
+        return 0, 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory and strides and nothing else: no subclass, not sparse."""
+    return type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+
+
+def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors are one block of memory already, as after an earlier compilation of the same model."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    follows = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(tensors))
+    return len(storages) == 1 and follows
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all rows; afterwards the data of `tensors` are its slices, and their own memory is free."""
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    with torch.inference_mode(False), torch.no_grad():
+        if lie_in_a_row(tensors):
+            first = tensors[0].detach()
+            return first.as_strided((rows, *first.shape[1:]), first.stride())
+        joined = torch.cat([tensor.detach() for tensor in tensors])
+        at = 0
+        for tensor in tensors:
+            tensor.data = joined[at : at + tensor.shape[0]]
+            at += tensor.shape[0]
+    return joined

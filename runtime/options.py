@@ -1,0 +1,51 @@
+"""The limits of an engine, and what it must know of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparse_compile.runtime.accounting import SiteLike
+
+_LEAST = {"max_context": 2, "max_seqs": 1, "prefill_chunk": 1, "max_prefill_tokens": 1, "dense_below": 0}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """A step has one run for rows of prompts, of at most max_prefill_tokens rows, and one with a row of each of the
+    at most max_seqs requests that decode.
+    """
+
+    max_context: int  # tokens of prompt and answer together
+    max_seqs: int = 64  # requests that run at once
+    max_prefill_tokens: int = 512  # rows of all prompts in one step
+    prefill_chunk: int = 256  # rows of one prompt in one step
+    dense_below: int = 0  # decode rows with fewer visible keys run dense
+    sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
+    retention: tuple[int, int] | None = None  # (numerator, denominator); None runs everything dense
+    async_steps: bool = False  # submit a step before the tokens of the last one are read
+    loops_per_step: int | None = (
+        None  # bodies that a decode row goes through in one step; None: the whole model
+    )
+    prefix_caching: bool = False  # keep full pages of prompts for later prompts that begin in the same way
+    debug: bool = False  # validate every plan, which reads the device
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.retention is not None and not 0 < self.retention[0] <= self.retention[1]:
+            raise ValueError(f"retention={self.retention} must be (numerator, denominator) in (0, 1]")
+
+    def check_loops(self, loops: int) -> None:
+        """Raises ValueError unless a program whose body repeats `loops` times can run `loops_per_step` of them."""
+        asked = self.loops_per_step
+        if asked is None:
+            return
+        if loops == 1:
+            raise ValueError(
+                f"loops_per_step={asked} needs a program whose loop is rolled, and this one's is not; "
+                "compile with roll=True, or pass loops_per_step=None"
+            )
+        if not 1 <= asked <= loops:
+            raise ValueError(f"loops_per_step={asked} must be from 1 to the program's {loops} loops, or None")

@@ -1,0 +1,193 @@
+"""The benchmarks run, on a tiny model on the CPU, and count and sort as they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import breakdown, decode, serving
+from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
+from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
+from sparse_compile.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def setup() -> decode.Setup:
+    return decode.make_setup(decode.parse(["--tiny"]))
+
+
+def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "decode.json"
+    decode.main(
+        ["--tiny", "--points", "2x40", "--breakdown", "--extras", "host,first-token", "--out", str(out)]
+    )
+    report = json.loads(out.read_text())
+    assert {"gpu", "torch", "triton", "transformers", "commit", "command"} <= set(report)
+    assert [row["system"] for row in report["rows"]] == list(decode.SYSTEMS)
+    for row in report["rows"]:
+        if row["system"] == "transformers-cb" and not IS_SUPPORTED:
+            continue
+        assert "error" not in row, row
+        assert (row["batch"], row["context"]) == (2, 40)
+        assert row["step_ms"] > 0
+        attention = row["breakdown"].get("attention", 0)
+        assert row["other_ms"] == pytest.approx(sum(row["breakdown"].values()) - attention, abs=2e-3)
+    assert report["host"]["wall_ms"] > 0
+    assert report["first_token"][0]["ratio"] > 0
+    shown = capsys.readouterr().out.splitlines()
+    assert json.loads(shown[0])["gpu"] == report["gpu"]  # conditions first, then the gate
+    assert shown[1].startswith("gate: relative error")
+
+
+def test_a_system_that_fails_is_a_row_with_the_reason(
+    setup: decode.Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setitem(decode.SYSTEMS, "dense", broken)
+    row = decode.measure("dense", setup, Point(1, 32), decode.parse(["--tiny"]))
+    assert row["error"] == "RuntimeError: no such kernel"
+    assert "step_ms" not in row
+
+
+def test_the_floor_by_hand(setup: decode.Setup) -> None:
+    weights = sum(parameter.nbytes for parameter in setup.model.parameters())
+    assert setup.weight_bytes() == 4 * weights
+    one = 2 * 4 * 8 * 4  # k and v of 4 heads of 8 numbers of 4 bytes
+    assert setup.kv_bytes(Point(3, 100), sparse=False) == 3 * 8 * 100 * one
+    assert setup.kv_bytes(Point(3, 100), sparse=True) == 3 * (4 * 100 + 4 * 10) * one
+
+
+def test_our_system_decodes_over_the_random_pool(setup: decode.Setup) -> None:
+    system = Ours(setup, Point(2, 48), sparse=True)
+    before = system.engine.metrics("row-0").new_tokens
+    for _ in range(3):
+        system.step()
+    metrics = system.engine.metrics("row-0")
+    assert metrics.new_tokens == before + 3
+    assert 0 < metrics.decode_keys_read < metrics.decode_keys_dense
+    system.close()
+
+
+def test_eager_and_static_decode_alike_over_one_cache(setup: decode.Setup) -> None:
+    point = Point(2, 20)
+    eager, static = TransformersEager(setup, point), TransformersStatic(setup, point)
+    static.tokens.copy_(eager.tokens)
+    for ours, theirs in zip(static.cache.layers, eager.cache.layers, strict=True):
+        ours.keys[:, :, :20], ours.values[:, :, :20] = theirs.keys, theirs.values
+    for _ in range(4):
+        eager.step()
+        static.step()
+        assert torch.equal(eager.tokens, static.tokens)
+    eager.close()
+    static.close()
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="needs a later transformers")
+def test_continuous_batching_of_a_looped_model_gives_its_own_tokens() -> None:
+    from transformers import GenerationConfig
+
+    model = tiny_model("ouro")
+    prompts = [[5, 77, 130, 9, 33], [8, 9, 10]]
+    own = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with looped_paged_cache(model):
+        found = model.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=batching_config(64, 2)
+        )
+    assert [found[f"req_{row}"].generated_tokens for row in range(2)] == own
+
+
+def test_serving_serves_everyone(tmp_path: Path) -> None:
+    out = tmp_path / "serving.json"
+    serving.main(["--tiny", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows] == list(serving.SYSTEMS)
+    for row in rows:
+        if row["system"] == "transformers-cb" and not IS_SUPPORTED:
+            continue
+        assert "error" not in row, row
+        assert row["tokens"] == 5 * 4
+        assert 0 < row["first_token_ms_p50"] <= row["first_token_ms_p99"]
+
+
+def test_arrivals_are_the_same_for_every_system() -> None:
+    options = serving.parse(["--tiny"])
+    first, second = (serving.make_arrivals(options, 272) for _ in range(2))
+    assert first == second
+    assert all(8 <= len(one.prompt) <= 24 and min(one.prompt) >= 3 for one in first)
+    assert [one.at for one in first] == sorted(one.at for one in first)
+
+
+def test_times_of_a_request_by_hand() -> None:
+    arrivals = [
+        serving.Arrival(1.0, [5], 3, [1.5, 1.7, 1.9]),
+        serving.Arrival(2.0, [5], 2, [2.1, 2.5]),
+    ]
+    found = serving.summary(arrivals)
+    assert found["tokens"] == 5
+    assert found["tokens_per_s"] == pytest.approx(5 / 1.5, abs=0.06)
+    assert found["first_token_ms_p50"] == pytest.approx(300)
+    assert found["per_token_ms_p99"] == pytest.approx(400)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("triton_red_fused_add_mul_pow_rsqrt_3", "pointwise and norms"),
+        ("triton_tem_fused_mm_7", "products"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "products"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<...>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::reduce_kernel<512, 1, ArgMaxOps<float>>", "sampling"),
+        ("void at::native::vectorized_elementwise_kernel<4, AddFunctor>", "pointwise and norms"),
+        ("ncclDevKernel", "other"),
+    ],
+)
+def test_kernel_classes(name: str, kind: str) -> None:
+    assert breakdown.classify(name) == kind
+
+
+def test_our_kernels_are_attention() -> None:
+    ours = breakdown.our_kernels()
+    assert ours
+    assert all(breakdown.classify(name, ours) == "attention" for name in ours)
+
+
+def test_table_and_plot(tmp_path: Path) -> None:
+    times = {"attention": 3.0, "products": 1.0}
+    text = breakdown.table("2x64 sparse", times, {"attention": 4_350_000_000}, 4.35e12)
+    assert "4.000 ms of kernels per step" in text
+    assert "75.0 %" in text
+    assert "floor   1.000 ms   33.3 % of it" in text
+    pytest.importorskip("matplotlib")
+    row = {"batch": 2, "context": 64, "system": "sparse", "breakdown": times, "floor_ms": 2.0}
+    breakdown.plot([row, {"system": "dense"}], tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+
+
+def test_bad_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for parse, arguments in (
+        (decode.parse, ["--systems", "sparse,spare"]),
+        (decode.parse, ["--extras", "hosts"]),
+        (serving.parse, ["--systems", "vllm"]),
+    ):
+        with pytest.raises(SystemExit):
+            parse(arguments)
+        assert "known:" in capsys.readouterr().err
+
+
+def test_points() -> None:
+    assert decode.parse_points("2x32768,1x1024") == [Point(2, 32768), Point(1, 1024)]
+    assert isinstance(decode.parse([]), argparse.Namespace)
+    assert str(decode.parse([]).points[0]) == "2x32768"
