@@ -23,12 +23,12 @@ _SYMBOLIC, _MANY = 0, -1
 class PieceCompiler:
     """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation.
 
-    skinny: whether a few rows run with the products of `passes/skinny.py`; None: on CUDA. `rewritten` says, by the key
-    of a code, what that changed and what it left alone.
+    skinny: whether a few rows run with the products of `passes/skinny.py`. Off: they have not been measured yet.
+    `rewritten` says, by the key of a code, what that changed and what it left alone.
     """
 
     def __init__(
-        self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool | None = None
+        self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool = False
     ) -> None:
         self.enabled = enabled
         self.static_rows = static_rows | STATIC_ROWS
@@ -41,36 +41,32 @@ class PieceCompiler:
         """Graphs compiled so far."""
         return len(self._runs)
 
-    def kind(self, rows: int, device: torch.device) -> int:
+    def kind(self, rows: int) -> int:
         """What row counts have in common that share a graph."""
         if rows in self.static_rows:
             return rows
-        return _MANY if self._uses_skinny(device) and rows > MAX_ROWS else _SYMBOLIC
+        return _MANY if self.skinny and rows > MAX_ROWS else _SYMBOLIC
 
-    def one_of_each_kind(self, rows: Iterable[int], device: torch.device) -> list[int]:
+    def one_of_each_kind(self, rows: Iterable[int]) -> list[int]:
         """The smallest of these row counts of each kind."""
         found: dict[int, int] = {}
         for count in sorted(rows):
-            found.setdefault(self.kind(count, device), count)
+            found.setdefault(self.kind(count), count)
         return list(found.values())
 
     def __call__(self, code: Code, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if not self.enabled:
             return code.module(*arguments)
         rows = arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
-        device = arguments[0].device if arguments else torch.device("cpu")
-        kind = self.kind(rows, device)
+        kind = self.kind(rows)
         if kind == _MANY and not self._few_rows(code).counts:
             kind = _SYMBOLIC  # nothing in it differs
         run = self._runs.get((code.key, kind))
         if run is None:
-            few = rows <= MAX_ROWS and self._uses_skinny(device)
+            few = rows <= MAX_ROWS and self.skinny
             module = self._few_rows(code).module if few else code.module
             run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
         return run(*arguments)
-
-    def _uses_skinny(self, device: torch.device) -> bool:
-        return device.type == "cuda" if self.skinny is None else self.skinny
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:

@@ -99,9 +99,8 @@ class Executor:
         self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
-        device = block_table.device
-        counts = self.compiler.one_of_each_kind({1, *rows}, device)
-        prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1), device)
+        counts = self.compiler.one_of_each_kind({1, *rows})
+        prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
         plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
         plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
         return [partial(run, plan) for run, plan in plans]

@@ -196,14 +196,12 @@ def test_float32_and_computed_weights_are_left_alone() -> None:
 
 
 def test_row_counts_have_three_kinds_of_graphs() -> None:
-    cpu = torch.device("cpu")
     few = PieceCompiler(enabled=True, skinny=True)
-    assert len({few.kind(rows, cpu) for rows in (1, 2, MAX_ROWS, MAX_ROWS + 1)}) == 3
-    assert few.kind(2, cpu) == few.kind(MAX_ROWS, cpu) != few.kind(MAX_ROWS + 1, cpu)
-    assert few.one_of_each_kind((1, 3, 2, 200, 100), cpu) == [1, 2, 100]
+    assert len({few.kind(rows) for rows in (1, 2, MAX_ROWS, MAX_ROWS + 1)}) == 3
+    assert few.kind(2) == few.kind(MAX_ROWS) != few.kind(MAX_ROWS + 1)
+    assert few.one_of_each_kind((1, 3, 2, 200, 100)) == [1, 2, 100]
     plain = PieceCompiler(enabled=True)
-    assert plain.kind(2, cpu) == plain.kind(MAX_ROWS + 1, cpu)
-    assert plain.kind(MAX_ROWS, torch.device("cuda")) != plain.kind(MAX_ROWS + 1, torch.device("cuda"))
+    assert plain.kind(2) == plain.kind(MAX_ROWS + 1)
 
 
 def test_compiled_pieces_use_the_ops_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +237,7 @@ def test_pieces_on_cuda_in_and_out_of_graphs() -> None:
         return F.linear(x + F.linear(F.silu(gate) * up, w[1]), w[2])
 
     graph = piece(forward, *(w.cpu() for w in weights), size=256)
-    code, compiler = Code(graph, (0,), "cuda"), PieceCompiler(enabled=True)
+    code, compiler = Code(graph, (0,), "cuda"), PieceCompiler(enabled=True, skinny=True)
     x = torch.randn(MAX_ROWS + 1, 1, 256, device="cuda").bfloat16()
     exact = forward(x.double(), *(w.double() for w in weights))
     for rows in (2, 5, MAX_ROWS, MAX_ROWS + 1, 1):
