@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode --out benchmarks/results/decode-h200.json        all systems at all points
     python -m benchmarks.decode --systems sparse,dense --points 2x32768,1x1024   some of them
+    python -m benchmarks.decode --systems sparse,transformers-static@2x32768     one of them at points of its own
     python -m benchmarks.decode --systems sparse,dense --breakdown --plot steps.png
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
@@ -151,15 +152,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    options.systems = [name for name in options.systems.split(",") if name]
+    asked = dict(item.partition("@")[::2] for item in options.systems.split(",") if item)
     options.extras = [name for name in options.extras.split(",") if name]
-    for name, known in (("systems", SYSTEMS), ("extras", EXTRAS)):
-        unknown = set(getattr(options, name)) - set(known)
+    for name, given, known in (("systems", asked, SYSTEMS), ("extras", options.extras, EXTRAS)):
+        unknown = set(given) - set(known)
         if unknown:
             parser.error(f"--{name}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if options.tiny:
         options.warm, options.steps = 2, 4
-    options.points = parse_points(options.points or (TINY_POINTS if options.tiny else POINTS))
+    points = options.points or (TINY_POINTS if options.tiny else POINTS)
+    options.systems = {name: parse_points(own.replace("+", ",") or points) for name, own in asked.items()}
     return options
 
 
@@ -173,11 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(json.dumps(report), flush=True)
     check(setup)
     report["rows"] = []
-    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
-    for name in options.systems:
-        for point in options.points:
-            report["rows"].append(measure(name, setup, point, options))
-            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
     shared = [
         "--model",
         options.model,
@@ -186,7 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         *(["--tiny"] if options.tiny else []),
     ]
     report |= run_extras(setup, options, shared)
-    write(report, options.out)
+    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
+    for name, points in options.systems.items():
+        for point in points:
+            report["rows"].append(measure(name, setup, point, options))
+            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
     if options.plot:
         breakdown.plot(report["rows"], options.plot)
     return report

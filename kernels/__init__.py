@@ -1,4 +1,4 @@
-"""The attention ops over a paged KV pool: their schemas, their definition and their implementations.
+"""Attention over a paged KV pool, and products of a few rows: schemas, definitions and implementations of the ops.
 
     retention    how many keys a row keeps, in exact integer arithmetic
     arguments    the operands of an op as small dataclasses, and how an output is allocated
@@ -9,6 +9,7 @@
     batched      the same arithmetic, vectorised
     ops          op schemas and fakes; importing it registers `torch.ops.sparse_compile.*`
     dispatch     the real implementations behind the schemas
+    skinny       products of a few rows with a large weight; importing it registers their ops
 
 This room imports torch and nothing else of this project. The submodules are loaded on first use.
 """

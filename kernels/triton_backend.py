@@ -19,6 +19,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
+from .arrivals import arrivals
 from .retention import Retention
 from .triton_attention import (
     MODE_CAPTURE,
@@ -83,7 +84,7 @@ class Scratch:
 
         self.part_acc = empty(lines, self.units, self.width)
         self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
-        self.arrived = _arrivals(device, lines)
+        self.arrived = arrivals(device, lines)  # one per row and head
         if not capacity:
             lines = 0
         self.scores = empty(lines, 16 * cdiv(self.keys, 16))
@@ -99,32 +100,6 @@ def _copies(a: Attention) -> int:
     scores that need not be distributed as guesses assume.
     """
     return 1 if a.query_rows > 1 or a.bias is not None else max(1, 8 // a.group)
-
-
-_arrival_counters: dict[torch.device, list[Tensor]] = {}
-
-
-def _arrivals(device: torch.device, lines: int) -> Tensor:
-    """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
-
-    One set per device, so calls on one device must follow each other, as they do on one stream. Buffers that were
-    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
-    zeros would only be written when it is replayed.
-    """
-    buffers = _arrival_counters.setdefault(device, [])
-    if not buffers or buffers[-1].shape[0] < lines:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"no arrival counters for {lines} rows x heads yet: run the op once with as many rows before it is "
-                "captured in a CUDA graph"
-            )
-        buffers.append(torch.zeros(next_power_of_2(max(lines, 8192)), dtype=torch.int32, device=device))
-    return buffers[-1]
-
-
-def reserve_arrivals(device: torch.device, lines: int) -> None:
-    """Make the counters for calls of up to `lines` rows x heads now, outside of any memory pool of a CUDA graph."""
-    _arrivals(device, lines)
 
 
 def _precision(q: Tensor) -> str:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
 
+from ..kernels.skinny import MAX_ROWS
 from ..passes.pieces import Code
+from ..passes.skinny import Rewritten, use_skinny
 
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
 # Row counts with a graph of their own. A single row is one whatever is asked for: compilers take a dimension of 1 for a
-# constant. Every other count shares one graph with symbolic rows.
+# constant. Every other count shares one graph with symbolic rows; where products of a few rows are used, one up to
+# MAX_ROWS, with those products, and one beyond, without.
 STATIC_ROWS = frozenset({1})
+_SYMBOLIC, _MANY = 0, -1
 
 
 class PieceCompiler:
-    """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation."""
+    """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation.
 
-    def __init__(self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS) -> None:
+    skinny: whether a few rows run with the products of `passes/skinny.py`. Off: they have not been measured yet.
+    `rewritten` says, by the key of a code, what that changed and what it left alone.
+    """
+
+    def __init__(
+        self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool = False
+    ) -> None:
         self.enabled = enabled
         self.static_rows = static_rows | STATIC_ROWS
+        self.skinny = skinny
+        self.rewritten: dict[str, Rewritten] = {}
         self._runs: dict[tuple[str, int], Run] = {}
 
     @property
@@ -29,20 +41,42 @@ class PieceCompiler:
         """Graphs compiled so far."""
         return len(self._runs)
 
+    def kind(self, rows: int) -> int:
+        """What row counts have in common that share a graph."""
+        if rows in self.static_rows:
+            return rows
+        return _MANY if self.skinny and rows > MAX_ROWS else _SYMBOLIC
+
+    def one_of_each_kind(self, rows: Iterable[int]) -> list[int]:
+        """The smallest of these row counts of each kind."""
+        found: dict[int, int] = {}
+        for count in sorted(rows):
+            found.setdefault(self.kind(count), count)
+        return list(found.values())
+
     def __call__(self, code: Code, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if not self.enabled:
             return code.module(*arguments)
         rows = arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
-        key = code.key, rows if rows in self.static_rows else 0
-        run = self._runs.get(key)
+        kind = self.kind(rows)
+        if kind == _MANY and not self._few_rows(code).counts:
+            kind = _SYMBOLIC  # nothing in it differs
+        run = self._runs.get((code.key, kind))
         if run is None:
-            run = self._runs[key] = self._compile(code, arguments, dynamic=key[1] == 0)
+            few = rows <= MAX_ROWS and self.skinny
+            module = self._few_rows(code).module if few else code.module
+            run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
         return run(*arguments)
 
+    def _few_rows(self, code: Code) -> Rewritten:
+        if code.key not in self.rewritten:
+            self.rewritten[code.key] = use_skinny(code.module)
+        return self.rewritten[code.key]
+
     @staticmethod
-    def _compile(code: Code, arguments: Sequence[torch.Tensor], dynamic: bool) -> Run:
+    def _compile(module: fx.GraphModule, code: Code, arguments: Sequence[torch.Tensor], dynamic: bool) -> Run:
         # A module of its own: Dynamo counts recompilations per code object, and two kinds of rows are two graphs.
-        module = fx.GraphModule(code.module, code.module.graph)
+        module = fx.GraphModule(module, module.graph)
         if dynamic:
             for at in code.row_inputs:
                 torch._dynamo.mark_dynamic(arguments[at], 0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..kernels.prefill import Heads, Prompts, prefill_attention
+from ..kernels.skinny import MAX_ROWS
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -98,8 +99,9 @@ class Executor:
         self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
-        counts = sorted({1, *(2 for count in rows if count > 1)})  # all others share a graph with two rows
-        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)]
+        counts = self.compiler.one_of_each_kind({1, *rows})
+        prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
+        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
         plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
         return [partial(run, plan) for run, plan in plans]
 

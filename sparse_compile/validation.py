@@ -24,8 +24,8 @@ PROMPT_TOKENS, NEW_TOKENS = 13, 4
 
 # Largest accepted ||ours - own|| / ||own|| of the logits. Both sides compute the same function in the same dtype in a
 # different order of additions; a program that computes something else is off by a share of the logits themselves.
-# float64 models compute their rotary angles in float32, hence 1e-6 and not 1e-12.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+# float64 models compute their rotary angles in float32, which compiled code rounds otherwise: hence 1e-5, not 1e-12.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 # In half precision a deep loop amplifies rounding by a factor that depends on the model. The model itself shows it:
 # both sides are compared with the model in float32, and ours may be so many times as far off as the model's own.

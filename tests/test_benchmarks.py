@@ -190,4 +190,6 @@ def test_bad_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_points() -> None:
     assert decode.parse_points("2x32768,1x1024") == [Point(2, 32768), Point(1, 1024)]
     assert isinstance(decode.parse([]), argparse.Namespace)
-    assert str(decode.parse([]).points[0]) == "2x32768"
+    assert str(decode.parse([]).systems["sparse"][0]) == "2x32768"
+    systems = decode.parse(["--systems", "dense,sparse@1x5+2x6", "--points", "3x7"]).systems
+    assert systems == {"dense": [Point(3, 7)], "sparse": [Point(1, 5), Point(2, 6)]}

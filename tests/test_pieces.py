@@ -120,7 +120,6 @@ def test_without_inductor_pieces_run_as_they_are() -> None:
     compiler = PieceCompiler(enabled=False)
     stage = toy_compile(Toy()).variants["dense"].stages[0]
     call = next(call for call in Cutter().cut(stage).calls if isinstance(call, PieceCall))
-    ids = torch.tensor([[1], [2]])
-    made = compiler(call.code, [ids, *call.weights][: len(call.inputs) + len(call.weights)])
+    made = compiler(call.code, [*(torch.tensor([[1], [2]]) for _ in call.inputs), *call.weights])
     assert compiler.compiled == 0
     assert made[0].shape[0] == 2

@@ -76,7 +76,7 @@ def test_options_in_the_readme_exist() -> None:
     from sparse_compile import SparseConfig
 
     known = {field.name for field in fields(SparseConfig)}
-    known |= {"recurrent_kv_cache_mode", "SPARSE_COMPILE_DUMP"}
+    known |= {"recurrent_kv_cache_mode", "SPARSE_COMPILE_DUMP", "SPARSE_COMPILE_TUNE"}
     rows = [line for line in README.read_text().splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)=", row)}
     assert {"enabled", "key_retention", "validate", "roll", "implementation", "progress"} <= named <= known
@@ -179,12 +179,12 @@ def test_the_design_shows_the_schemas_of_the_ops() -> None:
     """Each op's tensor arguments and settings stand in docs/design.md in the order of its schema."""
     import torch
 
-    from sparse_compile.kernels import ops
+    from sparse_compile.kernels import ops, skinny
 
     text = (ROOT / "docs" / "design.md").read_text()
     listed = dict(re.findall(r"^(\w+)\((.*?)\)", text, re.MULTILINE | re.DOTALL))
     groups = dict(re.findall(r"^([A-Z]+) = (.+)$", text, re.MULTILINE))
-    for name in ops.SCHEMAS:
+    for name in (*ops.SCHEMAS, *skinny.SCHEMAS):
         shown = listed[name]
         for group, members in groups.items():
             shown = re.sub(rf"\b{group}\b", members, shown)

@@ -1,0 +1,27 @@
+"""Counters with which the programs of a kernel find out which of them is the last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_counters: dict[torch.device, list[Tensor]] = {}
+
+
+def arrivals(device: torch.device, count: int) -> Tensor:
+    """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
+
+    One set per device, so calls on one device must follow each other, as they do on one stream. Buffers that were
+    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
+    zeros would only be written when it is replayed.
+    """
+    buffers = _counters.setdefault(device, [])
+    if not buffers or buffers[-1].shape[0] < count:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"there are no {count} arrival counters yet: run the op once at this size before it is captured in a "
+                "CUDA graph"
+            )
+        size = 1 << (max(count, 8192) - 1).bit_length()
+        buffers.append(torch.zeros(size, dtype=torch.int32, device=device))
+    return buffers[-1]

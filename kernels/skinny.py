@@ -1,0 +1,155 @@
+"""Products of a few rows with a large weight: definitions, schemas and fakes of the ops. Importing it registers them.
+
+    skinny_linear  x @ weight^T + bias
+    skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up]
+    skinny_add     residual + x @ weight^T + bias
+
+x is [..., K], weight [N, K] (gated: [2 N, K]), residual and the fresh contiguous result [..., N], all of one dtype; a
+bias has one value per line of the weight. Inputs may have any strides.
+
+`define` is the definition: sums, bias, activation and residual in float32 (float64 stays float64), rounded once at the
+end. On the CPU the ops are the definition. On CUDA, up to `MAX_ROWS` rows in half precision run the Triton kernel, with
+the tiles of `skinny_choice`; more rows, other dtypes, and shapes at which the library was measured to be faster run as
+eager code does, which rounds after every operation. In the kernel a row's bits depend on that row and the weight alone,
+not on the other rows or on how many there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .arguments import compute_dtype
+
+MAX_ROWS = 64
+HALF = (torch.bfloat16, torch.float16)
+
+SCHEMAS = {
+    "skinny_linear": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "skinny_add": "(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None) -> Tensor",
+}
+"""Op name -> schema without the name."""
+
+
+def define(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """The definition of all three ops."""
+    wide = compute_dtype(x.dtype)
+    wide_bias, wide_residual = (None if other is None else other.to(wide) for other in (bias, residual))
+    return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated).to(x.dtype)
+
+
+def eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """The same, rounded to the operands' dtype after every operation."""
+    product = F.linear(x, weight, bias)
+    if gated:
+        gate, up = product.chunk(2, -1)
+        product = F.silu(gate) * up
+    return product if residual is None else residual + product
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _run(x, weight, bias, None, False)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _run(x, weight, bias, None, True)
+
+
+def add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _run(x, weight, bias, residual, False)
+
+
+def obstacle(dtype: torch.dtype, weight: Tensor) -> str:
+    """Why the Triton kernel cannot run such a call; "" where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in HALF:
+        return f"there is no kernel for {dtype}"
+    if weight.stride(-1) != 1:
+        return "the columns of the weight are not contiguous"
+    return ""
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    check(x, weight, bias, residual, gated)
+    if x.device.type != "cuda":
+        return define(x, weight, bias, residual, gated)
+    rows = x.shape[:-1].numel()
+    if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
+        tiles = importlib.import_module(".skinny_choice", __package__).tiles_maybe(rows, weight, gated)
+        if tiles is not None:
+            backend = importlib.import_module(".skinny_backend", __package__)
+            flat = None if residual is None else residual.reshape(rows, -1)
+            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles)
+            return made.view(*x.shape[:-1], made.shape[1])
+    return eager(x, weight, bias, residual, gated).contiguous()
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> None:
+    """Raises ValueError where the operands do not fit each other."""
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: x is [..., K], the weight [N, K]"
+        )
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} lines; gate and up need an even number: [gate; up]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must have one value for each of {weight.shape[0]} lines")
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        raise ValueError(
+            f"residual {tuple(residual.shape)} must have the shape of the result, "
+            f"{(*x.shape[:-1], weight.shape[0])}"
+        )
+    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
+            raise ValueError(
+                f"{name} is {other.dtype} on {other.device}, x {x.dtype} on {x.device}; they must agree"
+            )
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+def _fake_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _fake_linear(x, weight, bias)
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("sparse_compile", "FRAGMENT")
+    ops: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "skinny_linear": (linear, _fake_linear),
+        "skinny_gated": (gated, _fake_gated),
+        "skinny_add": (add, _fake_add),
+    }
+    for name, (real, fake) in ops.items():
+        library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        for backend in ("CPU", "CUDA"):
+            library.impl(name, real, backend)
+        torch.library.register_fake(f"sparse_compile::{name}", fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()  # the registration lives as long as this object

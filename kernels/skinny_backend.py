@@ -1,0 +1,62 @@
+"""Launches of the Triton kernel for products of a few rows.
+
+Nothing here reads the device, so launches can be captured in a CUDA graph. On the CPU the kernel runs in Triton's
+interpreter, where TRITON_INTERPRET=1 was set before this module was imported.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from .arrivals import arrivals
+from .skinny_tuning import Tiles, padded_rows
+from .triton_skinny import skinny_kernel
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    tiles: Tiles,
+) -> Tensor:
+    """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, depth = x.shape
+    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows == 0 or width == 0:
+        return out
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    on_cuda, blocks, padded = (
+        x.device.type == "cuda",
+        cdiv(width, tiles.lines),
+        padded_rows(rows, tiles.slices),
+    )
+    part, arrived = out, out
+    if tiles.splits > 1:
+        lines = tiles.lines * (2 if gated else 1)
+        part = torch.empty(blocks * tiles.splits * lines * padded, dtype=torch.float32, device=x.device)
+        arrived = arrivals(x.device, blocks)
+    pdl = tiles.pdl and on_cuda
+    skinny_kernel[(blocks, tiles.splits)](
+        x, weight, bias if bias is not None else out, residual if residual is not None else out, out, part, arrived,
+        rows, width, depth, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        HAS_BIAS=bias is not None, ADDS=residual is not None, GATED=gated,
+        EVEN=width % tiles.lines == 0 and depth % tiles.columns == 0,
+        BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
+        STAGES=tiles.stages, AHEAD=_ahead(tiles, weight) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
+        UPCAST=not on_cuda and x.dtype == torch.bfloat16,
+        num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+def _ahead(tiles: Tiles, weight: Tensor) -> int:
+    """Prefetches come in units of 16 bytes, from addresses that are multiples of 16."""
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+    return tiles.ahead if aligned else 0

@@ -1,0 +1,253 @@
+"""Which tiles a product of a few rows runs with, or whether the library is faster: measured once per GPU and shape.
+
+The first call of a shape outside of graph capture measures: candidates against `torch.nn.functional.linear`, in CUDA
+graphs over rotating copies of a weight, more than the L2 cache holds. What was found is kept in
+`$SPARSE_COMPILE_CACHE/skinny.json` (default `~/.cache/sparse_compile`). With SPARSE_COMPILE_TUNE=0, while a graph is
+captured, and where there is no memory to measure, the tiles are those of `skinny_tuning.default_tiles`.
+
+The order in which a sum is added (`slices`, `splits`) is chosen once per shape, at 4 rows; only the other sizes follow
+the number of rows. Where the library was faster at one number of rows and not at another, a row's bits differ between
+the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from triton import cdiv
+
+from .skinny_backend import launch
+from .skinny_tuning import Gpu, Product, Tiles, default_tiles
+
+FORMAT = 1  # of the file, and of the kernel whose times it holds
+BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
+_ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice is made for: a weight [lines, depth], plain or [gate; up]."""
+
+    lines: int
+    depth: int
+    gated: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def product(self, rows: int) -> Product:
+        return Product(
+            rows, self.lines // (2 if self.gated else 1), self.depth, self.gated, self.dtype.itemsize
+        )
+
+    @property
+    def key(self) -> str:
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        kind = "gated" if self.gated else "linear"
+        return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
+
+
+Choice = dict[int, Tiles | None]
+"""Tiles for each of BUCKETS; None where the library is faster."""
+
+_choices: dict[Shape, Choice] = {}
+
+
+def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better."""
+    shape = Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+    return choose(shape)[next(bucket for bucket in BUCKETS if rows <= bucket)]
+
+
+def choose(shape: Shape) -> Choice:
+    """The choice for a shape: known, read from the file, measured, or the default."""
+    if shape in _choices:
+        return _choices[shape]
+    if not _may_measure(shape):
+        return default_choice(shape)
+    found = _read().get(shape.key)
+    if found is None:
+        measured = measure(shape)
+        if measured is not None:
+            _write(shape.key, {str(at): tiles and asdict(tiles) for at, tiles in measured.items()})
+        _choices[shape] = measured or default_choice(shape)
+    else:
+        _choices[shape] = {int(at): Tiles(**tiles) if tiles else None for at, tiles in found.items()}
+    return _choices[shape]
+
+
+@functools.lru_cache(256)
+def default_choice(shape: Shape) -> Choice:
+    """Tiles by shape alone."""
+    return {rows: default_tiles(shape.product(rows), gpu_of(shape.device)) for rows in BUCKETS}
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu()
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+
+
+def candidates(shape: Shape) -> list[Tiles]:
+    """What is tried at 4 rows: the default and its neighbours; wide products with the columns parted among programs;
+    and to start before the kernel ahead has finished.
+    """
+    product, gpu = shape.product(4), gpu_of(shape.device)
+    first = default_tiles(product, gpu)
+    wide = Tiles(lines=32 if shape.gated else 64, columns=128, slices=1, stages=4)
+    splits = max(1, min(8, round(2 * gpu.multiprocessors / cdiv(product.width, wide.lines))))
+    tried = [
+        first,
+        replace(first, lines=2 * first.lines, columns=256, stages=4),
+        replace(first, columns=256, stages=min(8, 2 * first.stages)),
+        replace(wide, splits=splits),
+    ]
+    if torch.cuda.get_device_capability(shape.device) >= (9, 0):
+        tried.append(replace(first, pdl=True, ahead=512))
+    return tried
+
+
+def for_rows(shape: Shape, rows: int, family: Tiles) -> Tiles:
+    """Tiles for more rows that add in the same order as `family`."""
+    made = default_tiles(shape.product(rows), gpu_of(shape.device))
+    if family.slices != made.slices or family.splits != 1:
+        return replace(family, stages=min(family.stages, 3) if rows > 32 else family.stages)
+    return replace(made, pdl=family.pdl, ahead=family.ahead)
+
+
+def measure(shape: Shape) -> Choice | None:
+    """Times candidates and the library; None where there is no memory for it."""
+    try:
+        bench = _Bench(shape)
+        times = {tiles: time for tiles in candidates(shape) if (time := bench.ours(4, tiles)) is not None}
+        if not times:
+            return None
+        family = min(times, key=times.__getitem__)
+        choice: Choice = {BUCKETS[0]: family if times[family] <= bench.library(4) else None}
+        for rows in BUCKETS[1:]:
+            tiles = for_rows(shape, rows, family)
+            mine = bench.ours(rows, tiles)
+            choice[rows] = tiles if mine is not None and mine <= bench.library(rows) else None
+        return choice
+    except torch.OutOfMemoryError:
+        return None
+
+
+class _Bench:
+    """Weights beyond the L2 cache, and times of one product after another over them, in microseconds."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        copies = max(2, cdiv(_ROTATE_BYTES, shape.product(1).weight_bytes))
+        options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
+        generator = torch.Generator(shape.device).manual_seed(0)  # the user's own is left where it is
+
+        def values(lines: int) -> Tensor:
+            return torch.empty(lines, shape.depth, **options).normal_(generator=generator)
+
+        self.weights = [values(shape.lines) for _ in range(copies)]
+        self.x = values(BUCKETS[-1])
+
+    def ours(self, rows: int, tiles: Tiles) -> float | None:
+        """None for tiles that the GPU has no room for."""
+        x, gated = self.x[:rows], self.shape.gated
+        try:
+            return _time([functools.partial(launch, x, w, None, None, gated, tiles) for w in self.weights])
+        except triton.runtime.errors.OutOfResources:
+            return None
+
+    def library(self, rows: int) -> float:
+        x = self.x[:rows]
+        return _time([functools.partial(self._library, x, w) for w in self.weights])
+
+    def _library(self, x: Tensor, weight: Tensor) -> Tensor:
+        made = F.linear(x, weight)
+        if self.shape.gated:  # a compiler would make one kernel of the activation and the product with it
+            gate, up = made.chunk(2, -1)
+            made = gate * up
+        return made
+
+
+def _time(calls: list[Callable[[], Tensor]], replays: int = 5) -> float:
+    """Microseconds per call, median of replays of a CUDA graph of all calls, at least 32."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph, rounds = torch.cuda.CUDAGraph(), cdiv(32, len(calls))
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graph.replay()
+        times = [_replay(graph) for _ in range(replays)]
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times) * 1000 / (rounds * len(calls))
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _may_measure(shape: Shape) -> bool:
+    return (
+        os.environ.get("SPARSE_COMPILE_TUNE", "1") != "0"
+        and shape.device.type == "cuda"
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def cache_file() -> Path:
+    folder = os.environ.get("SPARSE_COMPILE_CACHE") or Path.home() / ".cache" / "sparse_compile"
+    return Path(folder) / "skinny.json"
+
+
+def _read() -> dict[str, Any]:
+    """Entries of the file; none where there is no file, or one of another format."""
+    try:
+        content = json.loads(cache_file().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"{cache_file()} cannot be read ({error}); it is measured and written anew", stacklevel=2
+        )
+        return {}
+    return content["entries"] if content.get("format") == FORMAT else {}
+
+
+def _write(key: str, entry: dict[str, Any]) -> None:
+    """Adds an entry; readers see the old file or the new one, never a part."""
+    entries = {**_read(), key: entry}
+    try:
+        cache_file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_file().parent, delete=False) as file:
+            json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
+        os.replace(file.name, cache_file())
+    except OSError as error:
+        warnings.warn(
+            f"{cache_file()} cannot be written ({error}); it is measured again next time", stacklevel=2
+        )

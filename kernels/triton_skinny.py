@@ -1,0 +1,170 @@
+"""The CUDA kernel for products of a few rows: y[M, N] = x[M, K] @ W[N, K]^T, with the epilogues of `skinny.EPILOGUES`.
+
+Such a product takes as long as reading its weight, so the weight is what the kernel is built around. It is the left
+operand: a program takes BN of its lines, in steps of BK columns that a pipeline of STAGES copies brings to shared
+memory; x^T, padded to BM columns, is the right operand. Runs of RUN columns go round SLICES groups of warps, each with
+a sum of its own, so that a program may have few lines and still keep all warps busy; the slices are added two by two
+when the last step is done. The columns may also be parted among SPLITS programs, which leave partial sums in scratch;
+the last one to arrive adds them in their order.
+
+A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Two exceptions:
+SPLITS are counted in steps of BK; and with one slice, programs of 64 lines run on Hopper's wide products, which add in
+an order of their own. Sums are float32, epilogues too, and the result is rounded once. All addresses are int64.
+
+With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
+the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.
+
+Mirrors `skinny.linear`, `skinny.gated` and `skinny.add`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
+
+PREFETCH = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def multiply(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b in float32. UPCAST: Triton's interpreter cannot multiply bfloat16."""
+    if UPCAST:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def fold(x):
+    """[A, B, 2 C] -> [A, B, C], neighbours added."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+    return even + odd
+
+
+@triton.jit
+def add_slices(acc, SLICES: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+    """[SLICES, ROWS, BM] -> [ROWS, BM], in one order whatever the layout of the registers."""
+    if SLICES == 1:
+        y = acc
+    else:
+        x = tl.permute(acc, (1, 2, 0))  # [ROWS, BM, SLICES]
+        if SLICES == 8:
+            x = fold(x)
+        if SLICES >= 4:
+            x = fold(x)
+        even, odd = tl.split(x)
+        y = even + odd
+    return y
+
+
+@triton.jit
+def weight_line(tile, r, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """int64 lines of the weight, and which column of the result each belongs to; gated tiles hold gate, then up."""
+    n = tile * BN + (r % BN)
+    if GATED:
+        return n + (r // BN) * N, n
+    return n, n
+
+
+@triton.jit
+def prefetch_weight(w, tile, k0, N, end, w_n, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+                    AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
+    """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache: one request per thread."""
+    PARTS: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
+    WIDTH: tl.constexpr = AHEAD // PARTS
+    t = tl.arange(0, ROWS * PARTS)
+    line, n = weight_line(tile, t // PARTS, N, BN, GATED)
+    k = k0 + (t % PARTS) * WIDTH
+    wanted = (n < N) & (k + WIDTH <= end)
+    size = tl.where(wanted, WIDTH * w.dtype.element_ty.primitive_bitwidth // 8, 0)
+    at = w + tl.where(wanted, line * w_n + k, 0)
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+           GATED: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """Epilogue and store of the sums y [ROWS, BM]."""
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    ok = (n < N)[:, None] & (m < M)[None, :]
+    at_m = m.to(tl.int64)[None, :]
+    if HAS_BIAS:
+        line, column = weight_line(tile, tl.arange(0, y.shape[0]), N, BN, GATED)
+        y += tl.load(bias + line, mask=column < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, BN, BM]), (1, 2, 0)))  # [BN, BM] each
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    if ADDS:
+        y += tl.load(residual + at_m * r_m + n[:, None], mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + at_m * o_m + n[:, None], y.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["M"])
+def skinny_kernel(
+    x, w, bias, residual, out, part, arrived, M, N, K, x_m, w_n, r_m, o_m,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result."""
+    tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ROWS: tl.constexpr = 2 * BN if GATED else BN
+    COLUMNS: tl.constexpr = BK // SLICES
+    steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
+    start = split * steps * BK
+    end = tl.minimum(start + steps * BK, K)
+    if PDL:
+        if AHEAD > 0:
+            prefetch_weight(w, tile, start, N, end, w_n, BN, ROWS, GATED, AHEAD, THREADS)
+        # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
+        # kernels read what those have written without a wait of their own.
+        gdc_wait()
+        gdc_launch_dependents()
+    line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED)
+    m = tl.arange(0, BM)
+    c = tl.arange(0, COLUMNS)
+    if SLICES == 1:
+        k_w, k_x = c[None, :], c[:, None]
+        w_at = w + line[:, None] * w_n + k_w  # [ROWS, BK]
+        x_at = x + m.to(tl.int64)[None, :] * x_m + k_x  # [BK, BM]
+        acc = tl.zeros([ROWS, BM], tl.float32)
+        line_ok, row_ok = (column < N)[:, None], (m < M)[None, :]
+    else:
+        k = tl.arange(0, SLICES)[:, None] * RUN + (c // RUN * (SLICES * RUN) + c % RUN)[None, :]
+        k_w, k_x = k[:, None, :], k[:, :, None]
+        w_at = w + line[None, :, None] * w_n + k_w  # [SLICES, ROWS, COLUMNS]
+        x_at = x + m.to(tl.int64)[None, None, :] * x_m + k_x  # [SLICES, COLUMNS, BM]
+        acc = tl.zeros([SLICES, ROWS, BM], tl.float32)
+        line_ok, row_ok = (column < N)[None, :, None], (m < M)[None, None, :]
+    for k0 in tl.range(start, end, BK, num_stages=STAGES):
+        if EVEN:
+            a = tl.load(w_at + k0, eviction_policy="evict_first")
+            b = tl.load(x_at + k0, mask=row_ok, other=0.0)
+        else:
+            a = tl.load(w_at + k0, mask=line_ok & (k0 + k_w < end), other=0.0, eviction_policy="evict_first")
+            b = tl.load(x_at + k0, mask=row_ok & (k0 + k_x < end), other=0.0)
+        acc = multiply(a, b, acc, UPCAST)
+    y = add_slices(acc, SLICES, ROWS, BM)
+    if SPLITS == 1:
+        finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS, ADDS, GATED, BN, BM)
+    else:
+        at = tl.arange(0, ROWS)[:, None] * BM + m[None, :]
+        mine = part + tile * (SPLITS * ROWS * BM)
+        tl.store(mine + split * (ROWS * BM) + at, y)
+        tl.debug_barrier()
+        ticket = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if ticket == SPLITS - 1:
+            tl.store(arrived + tile, 0)
+            tl.debug_barrier()
+            y = tl.load(mine + at, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                y += tl.load(mine + other * (ROWS * BM) + at, cache_modifier=".cg")
+            finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS, ADDS, GATED, BN, BM)
