@@ -203,7 +203,8 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether steps have anything to do or to tell. Requests that the caller has suspended do not count."""
-        return bool(self.scheduler.queue or self.scheduler.running or self._inflight or self._owed)
+        unread = any(not entry.request.finished for batch in self._inflight for entry in batch.entries)
+        return bool(unread or self.scheduler.queue or self.scheduler.running or self._owed)
 
     @overload
     def metrics(self, request_id: str) -> RequestMetrics: ...

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from sparse_compile import sparse_compile
+from sparse_compile import CompiledModel, sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.plan import Segment
@@ -41,9 +43,13 @@ class Sequences:
         return logits[0].clone()
 
 
+@functools.cache
+def compiled(name: str) -> CompiledModel:
+    return sparse_compile(tiny_model(name, dtype=torch.float64), key_retention=0.3, page_size=4)
+
+
 def sequences(name: str, count: int) -> Sequences:
-    compiled = sparse_compile(tiny_model(name, dtype=torch.float64), key_retention=0.3, page_size=4)
-    return Sequences(compiled._keeper.make_engine(count, 32), count)
+    return Sequences(compiled(name)._keeper.make_engine(count, 32), count)
 
 
 @pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
