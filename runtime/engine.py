@@ -21,7 +21,7 @@ from typing import Protocol, overload
 
 import torch
 
-from sparse_compile.runtime.admission import Admission, to_list, with_generator
+from sparse_compile.runtime.admission import Admission, check_order, to_list, with_generator
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
@@ -136,13 +136,20 @@ class Engine:
         prompt_ids: 1-D. priority: requests of higher priority go first, and push lower ones out if need be; among
         equals the first come is the first served.
 
-        ValueError: an empty prompt, an id that is still running, or a request that can never be served; the
-        message names the argument, its value, the limit and the remedy.
+        ValueError: a prompt that is empty or holds what is no token of the model, an id that is still running or has
+        outputs to be returned, or a request that can never be served; the message names the argument, its value, the
+        limit and the remedy.
         """
         prompt = to_list(prompt_ids)
         request_id = self._free_id() if request_id is None else request_id
+        check_order(request_id, priority)
         if request_id in self.scheduler.requests:
             raise ValueError(f"request_id={request_id!r} is still running; abort it or choose another id")
+        if any(output.request_id == request_id for output in self._owed):
+            raise ValueError(
+                f"request_id={request_id!r} has outputs that step() has not returned yet; take them first, abort it, "
+                "or choose another id"
+            )
         self._admission.check(prompt, params)
         if params.do_sample and params.generator is None:
             params = with_generator(params, self.pool.device)
@@ -339,7 +346,7 @@ class Engine:
         while True:
             self._named += 1
             name = f"request-{self._named}"
-            if name not in self.scheduler.requests:
+            if name not in self.scheduler.requests and all(one.request_id != name for one in self._owed):
                 return name
 
     @contextmanager

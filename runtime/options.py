@@ -28,6 +28,8 @@ class EngineOptions:
         None  # bodies that a decode row goes through in one step; None: the whole model
     )
     prefix_caching: bool = False  # keep full pages of prompts for later prompts that begin in the same way
+    vocabulary: int | None = None  # ids of prompts are below it; None: not checked
+    prefix_lm: bool = True  # the model's prompts may begin with tokens that see each other in both directions
     debug: bool = False  # validate every plan, which reads the device
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ def _checked_scores(processed: object, scores: torch.Tensor) -> torch.Tensor:
         and processed.is_floating_point()
         and processed.shape == scores.shape
     ):
-        return processed
+        return processed.detach()
     found = (
         f"{processed.dtype} {tuple(processed.shape)}"
         if isinstance(processed, torch.Tensor)

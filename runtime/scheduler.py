@@ -88,16 +88,16 @@ class Scheduler:
         """Suspends a running request, whose tokens have all been read. It stays in its pages."""
         self.suspension.suspend(request)
         del self.running[request.id]
-        if not request.held:
-            self.enqueue(request)
+        self.enqueue(request)
 
     def hold(self, request: Request) -> None:
         """The caller wants it to stop, in whatever state it is."""
-        request.held = True
         if request.state is RequestState.RUNNING:
-            self.suspend(request)
+            self.suspension.suspend(request)
+            del self.running[request.id]
         elif request in self.queue:
             self.queue.remove(request)
+        request.held = True
 
     def offload(self, request: Request) -> None:
         """Moves a request that does not run out of the pools, if there is anything of it."""

@@ -86,8 +86,9 @@ class StepRunner:
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """Prompts or decode rows. What is no Exception passes through: then the rows of `works` are not done, and
-        start again in the next step.
+        start again in the next step. Requests that a callback of an earlier run has ended are left out.
         """
+        works = [work for work in works if work.request.state is RequestState.RUNNING]
         if not works:
             return
         segments = [self.scheduler.segment(work) for work in works]

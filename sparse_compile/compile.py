@@ -19,6 +19,7 @@ from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.pipeline import build_program
+from sparse_compile.passes.probe import vocabulary_size
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
 from sparse_compile.runtime.budget import PoolSizes
@@ -190,6 +191,8 @@ class EngineFactory:
             async_steps=bool(config.async_steps),
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,
+            vocabulary=vocabulary_size(self.model),
+            prefix_lm=getattr(self.model.config, "prefix_lm", False) is True,
         )
 
     def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:

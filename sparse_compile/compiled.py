@@ -13,7 +13,7 @@ from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import ModelState, refuse_autocast
 from sparse_compile.generate import Call, prepare_call, run_generate, run_stream
-from sparse_compile.limits import check_context, check_positions
+from sparse_compile.limits import check_context, check_positions, check_size, position_limit
 from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
@@ -33,6 +33,8 @@ _CHANGES_MODEL = frozenset(
     )
     for name in names.split()
 )
+
+_WARM_CONTEXT = 2048  # tokens that `warmup` prepares for where nothing says how many
 
 
 class CompiledModel:
@@ -145,10 +147,8 @@ class CompiledModel:
                 limit = "an engine needs it, and no option fixes it"
                 raise ArgumentError(name, None, limit, f"pass {name}=... to serve()")
         check_context(self.model, config)
-        if pool_tokens is not None and (isinstance(pool_tokens, bool) or pool_tokens < 1):
-            raise ArgumentError(
-                "pool_tokens", pool_tokens, "must be an integer >= 1", "pass pool_tokens=None"
-            )
+        if pool_tokens is not None:
+            pool_tokens = check_size("pool_tokens", pool_tokens, "pass pool_tokens=None")
         return self._keeper.make_engine(config.max_batch, config.max_context, pool_tokens)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Call:
@@ -176,16 +176,30 @@ class CompiledModel:
         return validate_program(self.model, self._keeper.make_engine)
 
     def warmup(
-        self, max_batch: int = 1, max_context: int = 2048, progress: bool | ProgressCallback | None = None
+        self,
+        max_batch: int | None = None,
+        max_context: int | None = None,
+        progress: bool | ProgressCallback | None = None,
     ) -> float:
-        """Compile and capture all that decoding up to `max_batch` sequences of `max_context` tokens needs.
+        """Compile and capture all that decoding up to `max_batch` sequences of `max_context` tokens needs; by default
+        as many as the options of the same names fix, or else 1 of 2,048 tokens (of all positions, if those are fewer).
 
         Without it the first calls do so as they go. progress: as in `generate`, in steps of the warm-up. Compiled code
         is kept in PyTorch's cache on disk, so a later process is faster. Returns the seconds it took. Raises ValueError
-        where memory or the limits of the config do not allow such an engine.
+        where memory, the model's positions or the limits of the config do not allow such an engine.
         """
         self._state.check()
         refuse_autocast(self.device)
+        config = self.sparse_config
+        if max_batch is None:
+            max_batch = config.max_batch or 1
+        if max_context is None:
+            max_context = config.max_context or min(
+                _WARM_CONTEXT, position_limit(self.model) or _WARM_CONTEXT
+            )
+        max_batch = check_size("max_batch", max_batch, "pass for example max_batch=1")
+        max_context = check_size("max_context", max_context, "pass for example max_context=2048")
+        check_context(self.model, replace(config, max_context=max_context))
         start = time.perf_counter()
         self._keeper.session(max_batch, max_context).warm_up(
             self.sparse_config.progress if progress is None else progress

@@ -1,7 +1,8 @@
-"""What the model itself limits: the number of positions that it was made for."""
+"""What the model itself limits, the number of positions that it was made for, and sizes that calls are given."""
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from sparse_compile.errors import ArgumentError
@@ -41,3 +42,14 @@ def check_positions(model: PreTrainedModel, prompt: int, new_tokens: int) -> Non
             "(config.max_position_embeddings)",
             "shorten the prompt or lower max_new_tokens",
         )
+
+
+def check_size(name: str, value: object, remedy: str) -> int:
+    """`value` as a plain int; ArgumentError unless it is an integer of at least 1."""
+    try:
+        size = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ArgumentError(name, value, "must be an integer >= 1", remedy)
+    return size

@@ -113,9 +113,7 @@ def float32_logits(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.T
     wide = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     sequence = torch.cat([prompt[0], tokens.to(prompt.device)])[None]
     with evaluation_mode(model), torch.no_grad():
-        out = torch.func.functional_call(
-            model, wide, kwargs={"input_ids": sequence, "use_cache": False}, tie_weights=False
-        )
+        out = torch.func.functional_call(model, wide, kwargs={"input_ids": sequence, "use_cache": False})
     return out.logits[0, prompt.shape[1] - 1 : -1]
 
 

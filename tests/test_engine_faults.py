@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime_fakes import (
@@ -46,6 +48,109 @@ def test_impossible_requests_are_refused(prompt: list[int], params: SamplingPara
         engine.add_request(prompt, params)
     assert not engine.has_unfinished()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        5,
+        None,
+        "567",
+        {5, 6},
+        [1.5, 2],
+        [True, 2],
+        ["a"],
+        torch.tensor([1.5]),
+        torch.tensor([True]),
+        torch.tensor(1),
+    ],
+    ids=str,
+)
+def test_prompts_are_integers_and_nothing_is_rounded(prompt: Any) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(
+        ValueError, match=r"^prompt_ids.*; (pass what a tokenizer gives|one request takes a 1-D)"
+    ):
+        engine.add_request(prompt, greedy(1))
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    "prompt", [(3, 1, 4), torch.tensor(PROMPTS[0], dtype=torch.int32), np.array(PROMPTS[0])]
+)
+def test_prompts_of_every_integer_kind_are_one_prompt(prompt: Any) -> None:
+    engine, _ = make_engine()
+    assert generate(engine, [prompt]) == [oracle(PROMPTS[0], 6, True)]
+    with pytest.raises(ValueError, match=r"shape \(1, 3\)"):
+        engine.add_request(np.array([PROMPTS[0]]), greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be at least 1, an integer"),
+        ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"max_new_tokens": 2, "eos_token_ids": 2}, "eos_token_ids=2 must be a tuple of token ids"),
+        ({"max_new_tokens": 2, "eos_token_ids": None}, "eos_token_ids=None"),
+        ({"max_new_tokens": 2, "prefix_length": 1.0}, "prefix_length=1.0 must be an integer"),
+        ({"max_new_tokens": 2, "do_sample": "no"}, "do_sample='no' must be True or False"),
+        ({"max_new_tokens": 2, "generator": 5}, "generator=5 must be a torch.Generator"),
+        ({"max_new_tokens": 2, "processor": 5}, "processor=5 must be callable"),
+        ({"max_new_tokens": 2, "stop": "."}, "stop='.' must be callable"),
+    ],
+)
+def test_parameters_are_checked_before_anything_runs(asked: dict[str, Any], message: str) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request([1], SamplingParams(**asked))
+    with pytest.raises(ValueError, match=r"params=3 must be SamplingParams; pass"):
+        engine.add_request([1], 3)  # type: ignore[arg-type]
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"request_id": 5}, "request_id=5 must be a string"),
+        ({"priority": None}, "priority=None must be an integer"),
+        ({"priority": float("nan")}, "priority=nan must be an integer"),
+    ],
+)
+def test_what_cannot_be_ordered_does_not_come_in(given: dict[str, Any], message: str) -> None:
+    """It would break the queue for those that are in it."""
+    engine, _ = make_engine()
+    engine.add_request(PROMPTS[0], greedy(2), "a")
+    with pytest.raises(ValueError, match=message):
+        engine.add_request([1], greedy(1), **given)
+    assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[0], 2, True)
+
+
+def test_ids_that_the_model_does_not_know_and_prefixes_that_it_does_not_have_are_refused() -> None:
+    engine, _ = make_engine(vocabulary=24, prefix_lm=False)
+    with pytest.raises(
+        ValueError, match=r"prompt_ids holds 24; the model knows ids up to 23, check the tokenizer"
+    ):
+        engine.add_request([1, 24, 3], greedy(1))
+    with pytest.raises(ValueError, match=r"prefix_length=2: the model is no prefix-LM.*pass prefix_length=0"):
+        engine.add_request([1, 2, 3], greedy(1, prefix_length=2))
+    engine.add_request([1, 23], greedy(1))
+    run_all(engine)
+
+
+def test_an_id_is_not_used_again_before_its_last_outputs_were_returned() -> None:
+    """They would be taken for those of the new request."""
+    engine, _ = make_engine(async_steps=True)
+    engine.add_request(PROMPTS[0], greedy(2), "a")
+    engine.add_request(PROMPTS[0], greedy(9), "b")
+    engine.step()
+    engine.step()
+    engine.suspend("b")  # reads the last token of "a"
+    with pytest.raises(ValueError, match=r"request_id='a' has outputs that step\(\) has not returned yet"):
+        engine.add_request(PROMPTS[2], greedy(2), "a")
+    assert [output.request_id for output in engine.step()] == ["a", "b"]
+    engine.add_request(PROMPTS[2], greedy(2), "a")
+    assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[2], 2, True)
 
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
@@ -312,6 +417,47 @@ def test_a_callback_may_abort(victim: str, where: str) -> None:
     assert not any(output.finished for output in outputs[victim])
     if victim == "b":
         assert engine.metrics("b").new_tokens == len(outputs["b"])
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("loops", [None, 1])
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_the_processor_of_a_prompt_may_abort_what_decodes_in_the_same_step(
+    async_steps: bool, loops: int | None, again: bool
+) -> None:
+    """Prompts run first: the row that was picked behind them has lost its seat, its pages and its slot."""
+    engine, _ = make_engine(async_steps=async_steps, loops_per_step=loops)
+    engine.add_request(PROMPTS[0], greedy(12), "a")
+    engine.add_request(PROMPTS[2], greedy(12), "b")
+    outputs = [output for _ in range(5) for output in engine.step() if output.request_id == "b"]
+
+    def abort(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == len(PROMPTS[0]):
+            engine.abort("a")
+            if again:
+                engine.add_request(PROMPTS[1], greedy(4), "a")
+        return scores
+
+    engine.add_request(PROMPTS[0], greedy(3, processor=abort), "c")
+    rest = run_all(engine)
+    assert tokens_of([*outputs, *rest["b"]]) == oracle(PROMPTS[2], 12, True)
+    assert tokens_of(rest["c"]) == oracle(PROMPTS[0], 3, True)
+    if again:
+        assert tokens_of(rest["a"])[-4:] == oracle(PROMPTS[1], 4, True)
+    assert engine.metrics().failed_runs == 0
+
+
+def test_scores_of_a_processor_keep_no_graph() -> None:
+    weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    for do_sample in (False, True):
+        engine, _ = make_engine()
+        asked = greedy(
+            2, processor=lambda ids, scores: scores * weight, want_logits=True, do_sample=do_sample
+        )
+        engine.add_request(PROMPTS[0], asked, "a")
+        outputs = run_all(engine)["a"]
+        assert [output.error for output in outputs] == [None, None]
+        assert not any(output.scores.requires_grad for output in outputs if output.scores is not None)
 
 
 def interrupt(ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:

@@ -229,6 +229,25 @@ def test_a_request_that_cannot_be_moved_ends_and_the_others_go_on(
     assert engine.pool.held_pages == 0
 
 
+def test_a_request_that_cannot_be_suspended_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not held then: `resume` must not put one that runs into the queue as well."""
+    engine, executor = make_engine(loops_per_step=1)
+    engine.add_request(PROMPTS[0], greedy(4), "a")
+    outputs: dict[str, list[StepOutput]] = {}
+    for _ in range(2):
+        collect(outputs, engine.step())
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "save", lambda seat: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.suspend("a")
+    engine.check_integrity()
+    assert engine.resume("a")
+    assert engine.metrics().requests_running == 1
+    for name, more in run_all(engine).items():
+        outputs.setdefault(name, []).extend(more)
+    assert tokens_of(outputs["a"]) == oracle(PROMPTS[0], 4, True)
+
+
 def test_moving_requests_from_a_callback_is_refused() -> None:
     engine, _ = make_engine()
 

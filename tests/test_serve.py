@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases_common import new_tokens, prompts
@@ -17,7 +19,7 @@ def model() -> torch.nn.Module:
     return tiny_model("ouro", dtype=torch.float64)
 
 
-def compiled(model: torch.nn.Module, **options: object) -> object:
+def compiled(model: torch.nn.Module, **options: object) -> Any:
     return sparse_compile(model, **({"key_retention": 0.3, "validate": False, "page_size": 4} | options))
 
 
@@ -51,11 +53,47 @@ def test_options_reach_the_engine(model: torch.nn.Module) -> None:
         ({"max_batch": 0, "max_context": 8}, "max_batch=0"),
         ({"max_batch": 2, "max_context": 10**6}, "max_context=1000000: the model has"),
         ({"max_batch": 2, "max_context": 8, "pool_tokens": 0}, "pool_tokens=0"),
+        ({"max_batch": 2, "max_context": 8, "pool_tokens": 1.5}, "pool_tokens=1.5: must be an integer >= 1"),
+        ({"max_batch": 2, "max_context": 8, "pool_tokens": "8"}, "pool_tokens='8'"),
     ],
 )
 def test_sizes_are_checked(model: torch.nn.Module, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         compiled(model).serve(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 8), "max_batch=0: must be an integer >= 1"),
+        ((1.5, 8), "max_batch=1.5"),
+        ((1, "8"), "max_context='8'"),
+        ((1, -1), "max_context=-1"),
+        ((1, 10**6), "max_context=1000000: the model has 512 positions.*; pass max_context=512 or less"),
+    ],
+)
+def test_sizes_of_a_warm_up_are_checked(model: torch.nn.Module, sizes: tuple[Any, Any], message: str) -> None:
+    asked = compiled(model)
+    with pytest.raises(ArgumentError, match=message):
+        asked.warmup(*sizes, progress=False)
+    assert asked.capacity == (0, 0)
+
+
+def test_a_warm_up_without_sizes_takes_those_of_the_options(model: torch.nn.Module) -> None:
+    limited = compiled(model, max_batch=2, max_context=16)
+    limited.warmup(progress=False)
+    assert limited.capacity == (2, 16)
+    free = compiled(model)
+    free.warmup(progress=False)
+    assert free.capacity == (1, 512)  # all positions of the model, which has fewer than 2,048
+
+
+def test_what_the_model_cannot_read_is_refused(model: torch.nn.Module) -> None:
+    engine = compiled(model).serve(2, 32)
+    with pytest.raises(ValueError, match=r"prompt_ids holds 272; the model knows ids up to 271"):
+        engine.add_request([5, 272], SamplingParams(2))
+    with pytest.raises(ValueError, match=r"prefix_length=2: the model is no prefix-LM"):
+        engine.add_request([5, 6], SamplingParams(2, prefix_length=2))
 
 
 def test_loops_per_step_is_checked_against_the_program(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from sparse_compile import ArgumentError, sparse_compile
 from sparse_compile.models import tiny_model
-from sparse_compile.validation import relative_error
+from sparse_compile.validation import float32_logits, relative_error
 
 PROMPT = torch.tensor([[5, 77, 130, 9]])
 
@@ -30,6 +31,24 @@ def test_the_models_generation_settings_stay_out_of_it(setting: str, value: Any)
     own = model.generation_config
     assert sparse_compile(model).validate() < 1e-5
     assert model.generation_config is own
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_half_precision_is_compared_with_the_model_in_float32(tied: bool) -> None:
+    """A tied weight is one tensor under two names: both must be widened."""
+    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3, tie_word_embeddings=tied).to(
+        torch.bfloat16
+    )
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    prompt, tokens = PROMPT, torch.tensor([3, 4])
+    logits = float32_logits(model, prompt, tokens)
+    assert logits.dtype == torch.float32
+    wide = copy.deepcopy(model).float()
+    own = wide(torch.cat([prompt[0], tokens])[None], use_cache=False).logits[0, 3:-1]
+    torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5)
+    assert 0 < sparse_compile(model).validate() < 0.3
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("positions", [2, 5, 8])
