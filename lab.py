@@ -1,4 +1,6 @@
-import time, sys, torch
+import time
+
+import torch
 
 t0 = time.time()
 
@@ -10,7 +12,6 @@ def say(*a):
 from sparse_compile import sparse_compile
 from sparse_compile.models.presets import preset_config, random_model
 from sparse_compile.runtime.plan import RowPlan
-from sparse_compile.runtime.graphs import BucketKey
 
 with torch.device("cuda"):
     model = random_model(preset_config("ouro-1.4b"), torch.bfloat16)
@@ -85,7 +86,7 @@ def bench(batch, ctx):
 
 
 e, plan = bench(2, 32768)
-from torch.profiler import profile, ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
 with profile(activities=[ProfilerActivity.CUDA]) as prof:
     for _ in range(3):

@@ -1,10 +1,11 @@
 """The engine: requests in, tokens out.
 
 One step admits waiting requests, runs chunks of prompts and a row of each request that decodes, and has a token chosen
-for each request whose known tokens are all computed. With `async_steps` the tokens of a step are read after the next
+for each request whose known tokens are all computed. With `drafting` a
+request that decodes has a block of rows instead, and several tokens come out. With `async_steps` the tokens of a step are read after the next
 one has been submitted: the device never waits for the host. What only shows when tokens are read (an end token, a stop
 rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond its end is
-dropped. The tokens are the same either way.
+dropped. The tokens are the same in each of these ways.
 
 What fails, fails alone: an exception of the executor, a sampler, a processor or a stop rule ends the request that
 causes it. The outputs say so, and what the request held is free again.
@@ -37,10 +38,11 @@ from sparse_compile.runtime.request import (
     SamplingParams,
     StepOutput,
 )
+from sparse_compile.runtime.results import Batch, Entry
 from sparse_compile.runtime.sampler import finish_reason, not_a_number
 from sparse_compile.runtime.scheduler import Scheduler
 from sparse_compile.runtime.seats import SeatTable
-from sparse_compile.runtime.steps import Batch, Entry, StepRunner
+from sparse_compile.runtime.steps import StepRunner
 from sparse_compile.runtime.suspension import Suspension
 
 __all__ = ["Engine", "EngineMetrics", "EngineOptions", "Executor"]
@@ -64,6 +66,14 @@ class Executor(Protocol):
 
     def decode(self, plan: RowPlan) -> torch.Tensor:
         """One row per sequence; `plan.loops` bodies from each row's own depth on, or the whole model."""
+        ...
+
+    def draft(self, plan: RowPlan) -> torch.Tensor:
+        """One row per sequence from the start; what the model's own head makes of it after `plan.loops` bodies."""
+        ...
+
+    def verify(self, plan: RowPlan) -> torch.Tensor:
+        """Any number of rows per sequence, that `draft` has left, through the last `plan.loops` bodies."""
         ...
 
     def warm_up(
@@ -101,8 +111,8 @@ class Engine:
         self.executor, self.pool, self.store, self.options = executor, pool, store, options
         self._owed: list[StepOutput] = []  # to be returned by `step`
         longest = min(pool.pages, pool.spec.pages_for(options.max_context))
-        seats = SeatTable(options.max_seqs, longest, pool.device)
-        holdings = Holdings(pool, store, seats, options.prefix_caching)
+        seats = SeatTable(options.max_seqs, longest, pool.device, options.block_rows)
+        holdings = Holdings(pool, store, seats, options.prefix_caching, options.block_rows)
         self.scheduler = Scheduler(
             holdings,
             Suspension(executor, holdings),
@@ -290,6 +300,7 @@ class Engine:
         if math.isnan(logprob):
             return self._finish(request, "error", error=not_a_number())
         request.append(token, time.perf_counter())
+        request.metrics.round_tokens += entry.in_round
         if entry.segment is not None:
             self.scheduler.counter.charge(request.metrics, entry.segment)
         logits, scores = entry.reader.drawn.kept.pop(entry.row, (None, None))

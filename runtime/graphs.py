@@ -73,6 +73,14 @@ class GraphExecutor:
         bucket.graph.replay()
         return bucket.logits[: plan.logit_rows.shape[0]]
 
+    def draft(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.draft`, without a graph."""
+        return self.inner.draft(plan)
+
+    def verify(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.verify`, without a graph."""
+        return self.inner.verify(plan)
+
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
         return self.inner.save(seat)

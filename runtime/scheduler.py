@@ -132,8 +132,13 @@ class Scheduler:
         for request in self._in_order():
             # What comes first may suspend what comes later, and reading tokens may end any of them.
             if request.decoding and self._can_grow(request):
-                works.append(Work(request, 1))
+                works.append(Work(request, self._decode_count(request)))
         return works
+
+    def _decode_count(self, request: Request) -> int:
+        """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
+        drafting = self.options.drafting
+        return 1 if drafting is None else min(drafting.rows, request.max_length - request.length)
 
     def _prompt_chunks(self) -> list[Work]:
         works, left = [], self.options.max_prefill_tokens
@@ -153,10 +158,10 @@ class Scheduler:
 
     def segment(self, work: Work) -> Segment:
         """The rows of `work`; a sparse one that begins takes a new incarnation of the request's lease."""
-        request, start, store = work.request, work.request.computed, self.holdings.store
-        decode, sparse = request.decoding, self._is_sparse(request)
-        if sparse and not request.loop and request.lease is not None and store is not None:
-            request.lease = store.renew(request.lease, start)
+        request, start = work.request, work.request.computed
+        decode, sparse = request.decoding, self._is_sparse(request, start)
+        if sparse and not request.loop:
+            self._renew(request, 0, start)
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -166,16 +171,44 @@ class Scheduler:
             prefix_length=request.params.prefix_length,
             decode=decode,
             sparse=sparse,
-            lease=request.lease if sparse else None,
+            lease=request.leases[0] if sparse else None,
             wants_logits=request.loop + step >= self.loops
             if decode
             else start + work.rows == request.prompt_length,
             loop=request.loop,
         )
 
-    def _is_sparse(self, request: Request) -> bool:
+    def block(self, work: Work) -> list[Segment]:
+        """The rows of a block, each under a new incarnation of a lease; a token that is not known yet is FROM_DEVICE."""
+        request, start = work.request, work.request.computed
+        segments = []
+        for line in range(work.rows):
+            at = start + line
+            sparse = self._is_sparse(request, at)
+            if request.leases:
+                self._renew(request, line, at)
+            segments.append(
+                Segment(
+                    tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
+                    start=at,
+                    seat=request.seat,
+                    prefix_length=request.params.prefix_length,
+                    decode=True,
+                    sparse=sparse,
+                    lease=request.leases[line] if sparse else None,
+                    wants_logits=line + 1 < work.rows,
+                    line=line,
+                )
+            )
+        return segments
+
+    def _renew(self, request: Request, line: int, position: int) -> None:
+        assert self.holdings.store is not None
+        request.leases[line] = self.holdings.store.renew(request.leases[line], position)
+
+    def _is_sparse(self, request: Request, position: int) -> bool:
         enabled = self.holdings.store is not None and self.options.retention is not None
-        return enabled and request.decoding and request.computed + 1 >= self.options.dense_below
+        return enabled and request.decoding and position + 1 >= self.options.dense_below
 
     # ------------------------------------------------------------------ admission
 
