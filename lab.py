@@ -1,6 +1,4 @@
-import time
-
-import torch
+import time, sys, torch
 
 t0 = time.time()
 
@@ -12,6 +10,7 @@ def say(*a):
 from sparse_compile import sparse_compile
 from sparse_compile.models.presets import preset_config, random_model
 from sparse_compile.runtime.plan import RowPlan
+from sparse_compile.runtime.graphs import BucketKey
 
 with torch.device("cuda"):
     model = random_model(preset_config("ouro-1.4b"), torch.bfloat16)
@@ -56,13 +55,13 @@ def bench(batch, ctx):
         lease = e.store.acquire(str(b), 0)
     res = {}
     for kind in ("dense", "sparse"):
-        packed = torch.zeros(7, batch, dtype=torch.int32)
+        packed = torch.zeros(8, batch, dtype=torch.int32)
         packed[0] = torch.arange(1, batch + 1)
         packed[1] = ctx - 1
         packed[2] = ctx
         packed[4] = torch.arange(1, batch + 1) if kind == "sparse" else 0
         packed[5] = 3 if kind == "sparse" else 1
-        packed[6] = 5
+        packed[7] = 5
         plan = RowPlan(seats.block_table, packed.cuda(), torch.arange(batch).cuda(), kind, ctx, ())
         t = time.time()
         logits = g.decode(plan).clone()
@@ -86,7 +85,7 @@ def bench(batch, ctx):
 
 
 e, plan = bench(2, 32768)
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, ProfilerActivity
 
 with profile(activities=[ProfilerActivity.CUDA]) as prof:
     for _ in range(3):

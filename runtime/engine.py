@@ -1,11 +1,11 @@
 """The engine: requests in, tokens out.
 
 One step admits waiting requests, runs chunks of prompts and a row of each request that decodes, and has a token chosen
-for each request whose known tokens are all computed. With `drafting` a
-request that decodes has a block of rows instead, and several tokens come out. With `async_steps` the tokens of a step are read after the next
-one has been submitted: the device never waits for the host. What only shows when tokens are read (an end token, a stop
-rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond its end is
-dropped. The tokens are the same in each of these ways.
+for each request whose known tokens are all computed. With `drafting` a request that decodes has a block of rows instead
+(`runtime/speculation.py`), out of which come one token or more. With `async_steps` the tokens of a step are read after
+the next one has been submitted: the device never waits for the host. What only shows when tokens are read (an end
+token, a stop rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond
+its end is dropped. The tokens are the same in each of these ways.
 
 What fails, fails alone: an exception of the executor, a sampler, a processor or a stop rule ends the request that
 causes it. The outputs say so, and what the request held is free again.

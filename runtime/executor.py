@@ -106,7 +106,7 @@ class Executor:
 
         Several rows per sequence: each sees the keys of those before it.
         """
-        prologue, bodies, tail = self._rolled_stages(plan)
+        _, bodies, tail = self._rolled_stages(plan)
         environment = self._environment(plan) | self._shared
         lines = plan.row_carry.long()
         environment |= {name: kept.index_select(0, lines) for name, kept in self._carried.items()}

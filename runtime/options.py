@@ -10,10 +10,14 @@ from sparse_compile.runtime.accounting import SiteLike
 
 @dataclass(frozen=True)
 class Drafting:
-    """Blocks of self-speculation: `rows` tokens of a request per round, drafted with the first `loops` bodies."""
+    """Blocks of self-speculation: up to `rows` tokens of a request per round, drafted with the first `loops` bodies.
+
+    adaptive: a block has one row more than the rounds before it gave tokens.
+    """
 
     loops: int
     rows: int
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         for name in ("loops", "rows"):

@@ -26,9 +26,10 @@ NO_TOKEN = -1  # the token of an output that carries none: an abort or an error
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    With speculation, processors are asked at drafted positions too, and may be asked twice for one: they must depend on
-    nothing but what they are given. With asynchronous steps the processor is asked before the host knows the last tokens (they are in `ids`, on the
-    device), and once more than needed for a request that ends early; what it then chooses is dropped.
+    With speculation, processors are asked at drafted positions too, twice for some, and once more when a round fails:
+    they must depend on nothing but what they are given. With asynchronous steps the processor is asked before the host
+    knows the last tokens (they are in `ids`, on the device), and once more than needed for a request that ends early;
+    what it then chooses is dropped.
     """
 
     max_new_tokens: int  # at least 1
@@ -130,6 +131,7 @@ class Request:
     ending: bool = False  # its error is on the way out: no more rows
     computed: int = 0
     loop: int = 0
+    pace: float | None = None  # tokens per round of speculation, of late
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
     chain: int | None = None  # of its pages in the page cache; None: they are not filed

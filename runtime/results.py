@@ -14,8 +14,8 @@ from sparse_compile.runtime.sampler import Drawn
 
 
 class TokenReader:
-    """Tokens, log-probabilities and which of them count, on their way to the host. On CUDA they go into page-locked memory, and only `read`
-    waits: for the event behind the copy, not for what was submitted after it.
+    """Tokens, log-probabilities and which of them count, on their way to the host. On CUDA they go into page-locked
+    memory, and only `read` waits: for the event behind the copy, not for what was submitted after it.
     """
 
     def __init__(self, drawn: Drawn) -> None:

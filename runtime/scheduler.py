@@ -17,6 +17,7 @@ then there is a next one.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -138,7 +139,12 @@ class Scheduler:
     def _decode_count(self, request: Request) -> int:
         """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
         drafting = self.options.drafting
-        return 1 if drafting is None else min(drafting.rows, request.max_length - request.length)
+        if drafting is None:
+            return 1
+        rows = min(drafting.rows, request.max_length - request.length)
+        if drafting.adaptive and request.pace is not None:
+            rows = min(rows, math.ceil(request.pace) + 1)
+        return rows
 
     def _prompt_chunks(self) -> list[Work]:
         works, left = [], self.options.max_prefill_tokens
@@ -179,7 +185,7 @@ class Scheduler:
         )
 
     def block(self, work: Work) -> list[Segment]:
-        """The rows of a block, each under a new incarnation of a lease; a token that is not known yet is FROM_DEVICE."""
+        """The rows of a block, each under a new incarnation of a lease; a token that is not known is FROM_DEVICE."""
         request, start = work.request, work.request.computed
         segments = []
         for line in range(work.rows):

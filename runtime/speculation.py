@@ -232,6 +232,7 @@ class Rounds:
         request.ending = any(row in drawn.errors for row in rows)
         request.computed += count
         request.sampled(drawn.tokens[rows.start : rows.stop])
+        request.pace = count if request.pace is None else (request.pace + count) / 2
         metrics.rounds += 1
         metrics.drafted_tokens += len(block.drafts)
         metrics.accepted_tokens += count - 1
