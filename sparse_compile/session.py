@@ -37,7 +37,7 @@ class EngineRequest:
 
 
 class Session:
-    """An engine with the size and speculation it was made for. Its outputs are sorted into a mailbox per live request."""
+    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request."""
 
     def __init__(
         self, engine: Engine, rows: int, context: int, speculation: SpeculationConfig | None = None

@@ -377,6 +377,7 @@ def test_two_thousand_requests(options: dict[str, Any]) -> None:
         wanted |= {ask: solo(model, ask, options["drafting"]) for ask in wanted if ask.kind == "sampled"}
     engine = make_model_engine(model, rows=4, pool_tokens=36, **options)
     faults, held, added = Faults(engine), set(), 0
+    fault = 0.05 if "drafting" in options else 0.02  # rounds are fewer than steps
     while added < REQUESTS or watch.wanted:
         name = str(chance.randrange(12))
         live = name in watch.wanted and name in engine.scheduler.requests
@@ -400,7 +401,7 @@ def test_two_thousand_requests(options: dict[str, Any]) -> None:
         elif live and chance.random() < 0.02:
             faults.cursed = {engine.scheduler.requests[name]: chance.choice(("before", "after"))}
             watch.cursed.add(name)
-        faults.once = chance.choice(("before", "after")) if chance.random() < 0.02 else None
+        faults.once = chance.choice(("before", "after")) if chance.random() < fault else None
         watch.see(engine.step())
         engine.check_integrity()
     drain(engine, watch)
