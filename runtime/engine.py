@@ -76,6 +76,10 @@ class Executor(Protocol):
         """Any number of rows per sequence, that `draft` has left, through the last `plan.loops` bodies."""
         ...
 
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        """Rows of pipelines, `plan.loops` bodies on; logits of rows that finish, drafts of rows that have begun."""
+        ...
+
     def warm_up(
         self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
     ) -> list[Callable[[], object]]:

@@ -114,6 +114,15 @@ class Executor:
         return self._tail(tail, environment, plan, _call)
 
     @torch.no_grad()
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
+
+        The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
+        begun; no other rows may be asked for.
+        """
+        return self._some_loops(plan, self.captures_at(plan), pipeline=True)
+
+    @torch.no_grad()
     def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """The logits of a step of one row per sequence; of those rows that have been through the whole model.
 
@@ -206,8 +215,9 @@ class Executor:
 
     # ------------------------------------------------------------------ some loops of it
 
-    def _some_loops(self, plan: RowPlan, captures: tuple[bool, ...]) -> torch.Tensor:
-        """Rows start where they left off; the first stages run for rows that begin, the last for those that finish.
+    def _some_loops(self, plan: RowPlan, captures: tuple[bool, ...], pipeline: bool = False) -> torch.Tensor:
+        """Rows start where they left off; the first stages run for rows that begin, the last for those that finish,
+        and in a pipeline for those that have begun as well.
 
         Raises ValueError for a program that is not rolled: it has no loop to stop at.
         """
@@ -220,15 +230,18 @@ class Executor:
         environment |= self._resumed(prologue, environment, plan, begins)
         for step, captured in enumerate(captures):
             alive = active & (depth + step < self.loops)
-            made = self._run(body, environment | self._rows_at(plan, alive, step), _call_mixed(captured))
+            made = self._run(
+                body, environment | self._rows_at(plan, alive, step), _call_mixed(captured, pipeline)
+            )
             for name, new in made.items():
                 environment[name] = _where(alive, new, environment[name]) if name in environment else new
         for name, kept in self._carried.items():
             kept.index_copy_(0, plan.row_carry.long(), environment[name])
-        finished = active & (depth + len(captures) >= self.loops)
+        heads = active & (depth + len(captures) >= self.loops)
+        heads = heads | begins if pipeline else heads
         for cut in epilogue:
-            rows = self._rows_at(plan, finished, 0)
-            environment |= self._run(cut, environment | rows, _call_one_row_each)
+            rows = self._rows_at(plan, heads, 0)
+            environment |= self._run(cut, environment | rows, _call if pipeline else _call_one_row_each)
         return self._logits(head, environment, plan)
 
     def _resumed(
@@ -299,13 +312,14 @@ def _call_one_row_each(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> to
     return call.target(*args, **(call.kwargs | _ONE_ROW_EACH))
 
 
-def _call_mixed(captures: bool) -> RunOp:
-    """For the body that rows at any depth go through. captures: whether one of them may capture there."""
-    if captures:
-        return _call_one_row_each
+def _call_mixed(captures: bool, pipeline: bool) -> RunOp:
+    """For the body that rows at any depth go through. captures: whether one of them may capture there. pipeline:
+    several of them may belong to one sequence.
+    """
+    promise = {} if pipeline else _ONE_ROW_EACH
 
     def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
         mixed = call.target is torch.ops.sparse_compile.mixed.default
-        return call.target(*args, **(call.kwargs | _ONE_ROW_EACH | ({"captures": False} if mixed else {})))
+        return call.target(*args, **(call.kwargs | promise | ({"captures": captures} if mixed else {})))
 
     return op

@@ -81,6 +81,10 @@ class GraphExecutor:
         """As `Executor.verify`, without a graph."""
         return self.inner.verify(plan)
 
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.advance`, without a graph."""
+        return self.inner.advance(plan)
+
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
         return self.inner.save(seat)

@@ -10,14 +10,16 @@ from sparse_compile.runtime.accounting import SiteLike
 
 @dataclass(frozen=True)
 class Drafting:
-    """Blocks of self-speculation: up to `rows` tokens of a request per round, drafted with the first `loops` bodies.
+    """Self-speculation: up to `rows` rows of a request are under way at once, drafted with the first `loops` bodies.
 
-    adaptive: a block has one row more than the rounds before it gave tokens.
+    adaptive: a block has one row more than the rounds before it gave tokens. pipeline: rows at several depths instead
+    of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
     """
 
     loops: int
     rows: int
     adaptive: bool = False
+    pipeline: bool = False
 
     def __post_init__(self) -> None:
         for name in ("loops", "rows"):
@@ -92,6 +94,12 @@ class EngineOptions:
         if self.drafting.loops > loops:
             raise ValueError(
                 f"drafting loops={self.drafting.loops} must be from 1 to the program's {loops} loops"
+            )
+        steps = -(-loops // self.drafting.loops)
+        if self.drafting.pipeline and self.drafting.rows != steps:
+            raise ValueError(
+                f"drafting rows={self.drafting.rows} must be {steps} in a pipeline: {loops} loops, "
+                f"{self.drafting.loops} in a step"
             )
 
     @property

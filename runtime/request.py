@@ -13,6 +13,7 @@ from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import to_device
 
 if TYPE_CHECKING:
+    from sparse_compile.runtime.pipelines import Flight
     from sparse_compile.runtime.suspension import Saved
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
@@ -132,6 +133,7 @@ class Request:
     computed: int = 0
     loop: int = 0
     pace: float | None = None  # tokens per round of speculation, of late
+    flight: Flight | None = None  # its rows in a pipeline
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
     chain: int | None = None  # of its pages in the page cache; None: they are not filed

@@ -14,15 +14,15 @@ from sparse_compile.runtime.sampler import Drawn
 
 
 class TokenReader:
-    """Tokens, log-probabilities and which of them count, on their way to the host. On CUDA they go into page-locked
+    """Tokens, log-probabilities and flags on their way to the host. On CUDA they go into page-locked
     memory, and only `read` waits: for the event behind the copy, not for what was submitted after it.
     """
 
     def __init__(self, drawn: Drawn) -> None:
         self.drawn = drawn
-        counts = torch.ones_like(drawn.tokens) if drawn.emitted is None else drawn.emitted
+        flags = torch.ones_like(drawn.tokens) if drawn.flags is None else drawn.flags
         # Tokens are exact below 2**53.
-        values = torch.stack((drawn.tokens.double(), drawn.logprobs.double(), counts.double()))
+        values = torch.stack((drawn.tokens.double(), drawn.logprobs.double(), flags.double()))
         self._fence: Fence = ImmediateFence()
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -35,8 +35,8 @@ class TokenReader:
         self._fence.wait()
         return int(self._values[0, row]), float(self._values[1, row])
 
-    def emitted(self, row: int) -> bool:
-        """Whether the token of a row counts: that of a row behind a wrong draft does not."""
+    def flag(self, row: int) -> bool:
+        """`Drawn.flags` of a row."""
         self._fence.wait()
         return bool(self._values[2, row])
 

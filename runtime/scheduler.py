@@ -139,7 +139,7 @@ class Scheduler:
     def _decode_count(self, request: Request) -> int:
         """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
         drafting = self.options.drafting
-        if drafting is None:
+        if drafting is None or drafting.pipeline:
             return 1
         rows = min(drafting.rows, request.max_length - request.length)
         if drafting.adaptive and request.pace is not None:
@@ -167,7 +167,7 @@ class Scheduler:
         request, start = work.request, work.request.computed
         decode, sparse = request.decoding, self._is_sparse(request, start)
         if sparse and not request.loop:
-            self._renew(request, 0, start)
+            self.renew(request, 0, start)
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -189,26 +189,28 @@ class Scheduler:
         request, start = work.request, work.request.computed
         segments = []
         for line in range(work.rows):
-            at = start + line
-            sparse = self._is_sparse(request, at)
             if request.leases:
-                self._renew(request, line, at)
-            segments.append(
-                Segment(
-                    tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
-                    start=at,
-                    seat=request.seat,
-                    prefix_length=request.params.prefix_length,
-                    decode=True,
-                    sparse=sparse,
-                    lease=request.leases[line] if sparse else None,
-                    wants_logits=line + 1 < work.rows,
-                    line=line,
-                )
-            )
+                self.renew(request, line, start + line)
+            segments.append(self.row(request, start + line, line, wants_logits=line + 1 < work.rows))
         return segments
 
-    def _renew(self, request: Request, line: int, position: int) -> None:
+    def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
+        """A row of a request that has several under way, at position `at`, under its present lease."""
+        sparse = self._is_sparse(request, at)
+        return Segment(
+            tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
+            start=at,
+            seat=request.seat,
+            prefix_length=request.params.prefix_length,
+            decode=True,
+            sparse=sparse,
+            lease=request.leases[line] if sparse else None,
+            wants_logits=wants_logits,
+            loop=loop,
+            line=line,
+        )
+
+    def renew(self, request: Request, line: int, position: int) -> None:
         assert self.holdings.store is not None
         request.leases[line] = self.holdings.store.renew(request.leases[line], position)
 

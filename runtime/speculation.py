@@ -83,7 +83,7 @@ class Rounds:
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A round of each request. Whatever passes through leaves them as they were."""
-        with _generators_kept(work.request for work in works):
+        with generators_kept([work.request for work in works]):
             blocks = [Block(work.request, self.scheduler.block(work)) for work in works]
             for line in range(max(block.rows for block in blocks)):
                 self._draft([block for block in blocks if block.live and block.rows > line], line)
@@ -96,7 +96,7 @@ class Rounds:
                 return
             self._accept(blocks, drawn)
             reader = TokenReader(drawn)
-            counts = [sum(reader.emitted(block.first + n) for n in range(block.rows)) for block in blocks]
+            counts = [sum(reader.flag(block.first + n) for n in range(block.rows)) for block in blocks]
         for block, count in zip(blocks, counts, strict=True):
             self._commit(block, count, reader, batch)
 
@@ -153,7 +153,7 @@ class Rounds:
     def _verify(self, blocks: Sequence[Block]) -> Drawn:
         """All rows through the other loops, and the tokens that the whole model chooses behind each."""
         depth = self.drafting.loops
-        segments = []
+        segments: list[Segment] = []
         for block in blocks:
             block.first = len(segments)
             segments += [replace(segment, loop=depth, wants_logits=True) for segment in block.segments]
@@ -206,7 +206,7 @@ class Rounds:
         ahead = foreseen.to(torch.int64).cumprod(dim=1)[:, :-1]  # none from the last row of a block on
         counts = torch.cat((torch.ones_like(table[:, :1]), ahead), dim=1)
         # A row that is in the table more than once is the last of its block, and only the first place can count.
-        drawn.emitted = torch.zeros_like(drawn.tokens).scatter_add_(0, table.flatten(), counts.flatten())
+        drawn.flags = torch.zeros_like(drawn.tokens).scatter_add_(0, table.flatten(), counts.flatten())
         newest = table.gather(1, counts.sum(dim=1, keepdim=True) - 1)[:, 0]
         seats = self.scheduler.holdings.seats
         lines = to_device(torch.tensor([block.request.seat for block in blocks], device="cpu"), device)
@@ -274,7 +274,7 @@ def check_logits(logits: torch.Tensor, plan: RowPlan) -> None:
 
 
 @contextmanager
-def _generators_kept(requests: Iterator[Request]) -> Iterator[None]:
+def generators_kept(requests: Sequence[Request]) -> Iterator[None]:
     """A block that does not come to its end takes nothing from the requests' generators."""
     generators = [one for request in requests if (one := request.params.generator) is not None]
     states = [generator.get_state() for generator in generators]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.pipelines import Pipelines
 from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
@@ -44,9 +45,10 @@ class StepRunner:
         self.executor, self.pool, self.store, self.scheduler = executor, pool, store, scheduler
         self.options = scheduler.options
         self.plans = PlanBuilder(scheduler.holdings.seats)
-        self.rounds: Rounds | None = None
+        self.rounds: Rounds | Pipelines | None = None
         if self.options.drafting is not None:
-            self.rounds = Rounds(executor, store, scheduler, self.plans, self._check)
+            kind = Pipelines if self.options.drafting.pipeline else Rounds
+            self.rounds = kind(executor, store, scheduler, self.plans, self._check)
         self.failed_runs = 0
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:

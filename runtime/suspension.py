@@ -52,6 +52,8 @@ class Suspension:
         """RUNNING -> SUSPENDED, resident."""
         assert len(request.tokens) == request.length, "a token is still on its way"
         carried = self.executor.save(request.seat) if request.loop else ()
+        if request.flight is not None:
+            request.flight.afloat = False  # its rows will be run again
         request.saved = Saved(carried)
         self.holdings.leave_seat(request)
         request.state = RequestState.SUSPENDED

@@ -151,6 +151,10 @@ class EngineFactory:
         self.model, self.config, self.program = model, config, program
         self.compiler = PieceCompiler(bool(config.inductor))
 
+    @property
+    def bodies(self) -> int:
+        return self.program.roll.repeats if self.program.roll is not None else 1
+
     def sizes(self, speculation: SpeculationConfig | None = None) -> PoolSizes:
         retention = self.program.retention
         return PoolSizes(
@@ -159,7 +163,7 @@ class EngineFactory:
             self.config.key_bucket,
             self.config.page_size,
             self.model.dtype,
-            speculation.num_draft_tokens if speculation is not None else 1,
+            speculation.rows(self.bodies) if speculation is not None else 1,
         )
 
     def check_memory(
@@ -173,7 +177,7 @@ class EngineFactory:
             settings["key_retention"] = self.config.key_retention
         asked = chosen(speculation, self.config.speculation)
         if self.program.sparse and asked is not None:
-            settings["num_draft_tokens"] = asked.num_draft_tokens
+            settings["speculation"] = asked
         check_fits(self.sizes(asked).needs(rows, context, pool_tokens), self.model.device, settings)
 
     def __call__(
@@ -204,7 +208,7 @@ class EngineFactory:
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
             async_steps=bool(config.async_steps) and speculation is None,
-            drafting=speculation.drafting() if speculation is not None else None,
+            drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,
         )

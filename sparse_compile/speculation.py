@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from sparse_compile.passes.program import Program
     from sparse_compile.runtime.options import Drafting
 
-MODES = ("block",)
+MODES = ("block", "pipeline")
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
     """Options of self-speculation. Frozen; a bad value is an `ArgumentError` (a ValueError) on construction.
 
-    mode: "block" drafts a few tokens one after the other, then verifies all of them at once.
+    mode: "block" drafts a few tokens one after the other, then verifies all of them at once. "pipeline" drafts one and
+        verifies one in each step: tokens of one request are under way at depths 0, draft_loops, 2 * draft_loops ...
     draft_loops: loops that a draft runs, before the model's own head reads it; at most those of the model.
     num_draft_tokens: rows of a block: so many tokens come out of a round at most. The first row has a token that is
-        known, the others have drafted ones.
+        known, the others have drafted ones. (A pipeline has as many rows as a token takes steps.)
     adaptive: blocks get shorter where drafts are rejected: one row more than the last rounds gave tokens, on average.
     """
 
@@ -38,12 +39,19 @@ class SpeculationConfig:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
         if not isinstance(self.adaptive, bool):
             raise ArgumentError("adaptive", self.adaptive, "must be True or False", "pass adaptive=True")
+        if self.adaptive and self.mode == "pipeline":
+            limit = "a pipeline has no blocks whose length could adapt"
+            raise ArgumentError("adaptive", True, limit, "leave adaptive out, or pass mode='block'")
 
-    def drafting(self) -> Drafting:
-        """The same for the engine."""
+    def rows(self, loops: int) -> int:
+        """Rows of one request under way at once, for a program of so many loops."""
+        return self.num_draft_tokens if self.mode == "block" else -(-loops // self.draft_loops)
+
+    def drafting(self, loops: int) -> Drafting:
+        """The same for the engine of a program of so many loops."""
         from sparse_compile.runtime.options import Drafting
 
-        return Drafting(self.draft_loops, self.num_draft_tokens, self.adaptive)
+        return Drafting(self.draft_loops, self.rows(loops), self.adaptive, self.mode == "pipeline")
 
 
 Speculation = SpeculationConfig | Literal[False] | None

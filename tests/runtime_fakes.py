@@ -85,6 +85,9 @@ class FakeExecutor:
     def verify(self, plan: RowPlan) -> torch.Tensor:
         return self._watched(plan)
 
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        return self._watched(plan, draft=True)
+
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         return (torch.tensor(self.carried[seat]),)
 
@@ -118,8 +121,10 @@ class FakeExecutor:
             raise error
         wanted = plan.logit_rows.tolist()
         assert draft or all(rows[row]["row_loop"] + loops >= self.loops for row in wanted)
-        if draft and loops < self.loops:
-            values = [self._guess(plan, row, value) for row, value in zip(rows, values, strict=True)]
+        for number in wanted if draft else ():
+            if rows[number]["row_loop"] + loops < self.loops:
+                assert not rows[number]["row_loop"]
+                values[number] = self._guess(plan, rows[number], values[number])
         logits = [logits_of(values[row]) for row in wanted]
         return torch.stack(logits) if logits else torch.empty(0, VOCAB, dtype=torch.float64)
 

@@ -39,13 +39,14 @@ def generate(
     async_steps: common.AsyncSteps = None,
     loops_per_step: common.LoopsPerStep = None,
     speculate: Annotated[
-        str | None, typer.Option("--speculate", help="Let the model draft for itself: block.")
+        str | None, typer.Option("--speculate", help="Let the model draft for itself: block | pipeline.")
     ] = None,
     draft_loops: Annotated[
         int | None, typer.Option("--draft-loops", help="With --speculate: loops of a draft (default 1).")
     ] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", help="With --speculate: rows of a block (default 4).")
+        int | None,
+        typer.Option("--draft-tokens", help="With --speculate block: rows of a block (default 4)."),
     ] = None,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
@@ -75,13 +76,16 @@ def generate(
 
 
 def _speculation(mode: str | None, loops: int | None, tokens: int | None) -> SpeculationConfig | None:
-    given = {"draft_loops": loops, "num_draft_tokens": tokens}
-    given = {name: value for name, value in given.items() if value is not None}
     if mode is None:
-        if given:
+        if loops is not None or tokens is not None:
             raise ValueError("--draft-loops, --draft-tokens: only with --speculate; add --speculate block")
         return None
-    return SpeculationConfig(mode, **given)
+    default = SpeculationConfig()
+    return SpeculationConfig(
+        mode,
+        draft_loops=default.draft_loops if loops is None else loops,
+        num_draft_tokens=default.num_draft_tokens if tokens is None else tokens,
+    )
 
 
 def _parse_ids(prompt: str | None, prompt_ids: str | None) -> list[int] | None:
