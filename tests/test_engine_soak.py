@@ -29,6 +29,9 @@ NAMES = "abcdefgh"
 KINDS = ("greedy", "eos", "sampled", "processor", "stop", "bad processor", "bad stop")
 
 
+PIPELINES = (Drafting(1, 3, pipeline=True), Drafting(2, 2, pipeline=True))
+
+
 class BadCallbackError(Exception):
     """What the callbacks of bad requests raise."""
 
@@ -136,7 +139,7 @@ class Soak(RuleBasedStateMachine):
         chunk=st.integers(3, 8),
         caching=st.booleans(),
         drafting=st.sampled_from(
-            (None, Drafting(1, 3), Drafting(2, 2), Drafting(3, 5), Drafting(1, 4, True))
+            (None, Drafting(1, 3), Drafting(2, 2), Drafting(3, 5), Drafting(1, 4, True), *PIPELINES)
         ),
     )
     def begin(
@@ -366,11 +369,12 @@ def solo(model: Any, ask: Ask, drafting: Drafting | None = None) -> tuple[list[i
         {"async_steps": True, "loops_per_step": 1},
         {"loops_per_step": 2},
         {"drafting": Drafting(2, 3)},
+        {"drafting": Drafting(1, 4, pipeline=True)},
     ],
     ids=str,
 )
 def test_two_thousand_requests(options: dict[str, Any]) -> None:
-    """Five times 500, of a real model, in a pool for one and a half of them."""
+    """Six times 500, of a real model, in a pool for one and a half of them."""
     model, chance, watch = compiled("ouro", 0.3), random.Random(0), Watch()
     wanted = {ask: solo(model, ask) for ask in asks(model)}
     if "drafting" in options:  # drafts change the tokens of requests that draw

@@ -17,11 +17,13 @@ from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting, EngineOptions
+from sparse_compile.runtime.pipelines import Pipelines, Row, Stage
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams, StepOutput
-from sparse_compile.runtime.speculation import Block
+from sparse_compile.runtime.speculation import Block, Rounds
 
 SLOTS = 64
+SPECULATIONS = (Drafting(1, 4), Drafting(1, 3, pipeline=True))  # of the fake model
 
 
 def fake_engine(drafting: Drafting | None, **options: Any) -> Engine:
@@ -39,7 +41,7 @@ def script(engine: Engine, answers: dict[str, list[int]], wrong: Callable[[int],
         return torch.tensor(tokens)
 
     rounds = engine._runner.rounds
-    assert rounds is not None
+    assert isinstance(rounds, Rounds)
     rounds.propose = propose  # type: ignore[method-assign]
 
 
@@ -87,6 +89,26 @@ def test_blocks_give_the_tokens_of_ordinary_decoding(name: str, retention: float
         assert engine.pool.held_pages == 0
 
 
+@pytest.mark.parametrize("loops", [1, 2, -1])
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_pipelines_give_the_tokens_of_ordinary_decoding(name: str, retention: float, loops: int) -> None:
+    model = compiled(name, retention)
+    engine = make_model_engine(model, drafting=pipeline(model, loops))
+    outputs = model_outputs(engine)
+    assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
+    look = engine.metrics()
+    assert look.round_tokens == 3 * (NEW - 1)
+    assert (look.drafted_tokens > 0) == (loops != -1)
+    assert engine.pool.held_pages == 0
+
+
+def pipeline(model: Any, loops: int) -> Drafting:
+    repeats = model.program.roll.repeats
+    loops = repeats if loops == -1 else loops
+    return Drafting(loops, -(-repeats // loops), pipeline=True)
+
+
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
 @pytest.mark.parametrize("name", ["ouro", "dory"])
 def test_a30_a31_one_wrong_token_each_time_vanishes_from_all_loops(name: str, wrong: int | None) -> None:
@@ -124,13 +146,48 @@ def watch_ends(engine: Engine, keys: dict[str, Any]) -> None:
     engine.scheduler.remove = removing  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_a30_drafts_of_a_pipeline_that_are_all_right_or_all_wrong(name: str, right: bool) -> None:
+    model, answers = precise(name)
+    engines = [make_model_engine(model, drafting=drafting) for drafting in (None, pipeline(model, 1))]
+    script_pipeline(engines[1], {str(n): answer for n, answer in enumerate(answers)}, right)
+    left = []
+    for engine in engines:
+        keys: dict[str, Any] = {}
+        watch_ends(engine, keys)
+        outputs = model_outputs(engine)
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == answers
+        left.append(keys)
+    look = engines[1].metrics()
+    assert (look.rounds, look.accepted_tokens) == ((3, 3 * (NEW - 2)) if right else (3 * (NEW - 1), 0))
+    for n, prompt in enumerate(MODEL_PROMPTS):
+        for ordinary, ours in zip(left[0][str(n)], left[1][str(n)], strict=True):
+            computed = slice(0, len(prompt) + NEW - 1)
+            torch.testing.assert_close(ours[:, computed], ordinary[:, computed], rtol=0, atol=1e-10)
+
+
+def script_pipeline(engine: Engine, answers: dict[str, list[int]], right: bool) -> None:
+    pipelines = engine._runner.rounds
+    assert isinstance(pipelines, Pipelines)
+
+    def draft(stage: Stage, logits: torch.Tensor) -> Row:
+        at, request = stage.rows[-1].position + 1, stage.request
+        token = answers[request.id][at - request.prompt_length]
+        return Row(at, torch.tensor([token if right else token - 1], dtype=torch.int32))
+
+    pipelines._draft = draft  # type: ignore[method-assign, assignment]
+
+
 @pytest.mark.parametrize("loops", [1, 2, 3])
-def test_verification_consumes_the_references_of_ordinary_decoding(loops: int) -> None:
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_verification_consumes_the_references_of_ordinary_decoding(loops: int, in_pipeline: bool) -> None:
     """Slot for slot, whether the capture (loop 1) falls into the draft or into the verification."""
     model, answers = precise("ouro")
     found = []
-    for drafting in (None, Drafting(loops, 4)):
-        engine = make_model_engine(model, drafting=drafting)
+    drafting = pipeline(model, loops) if in_pipeline else Drafting(loops, 4)
+    for asked in (None, drafting):
+        engine = make_model_engine(model, drafting=asked)
         found.append(watch_references(engine))
         outputs = model_outputs(engine)
         assert [tokens_of(outputs[str(n)]) for n in range(3)] == answers
@@ -164,12 +221,15 @@ def watch_references(engine: Engine) -> dict[tuple[str, int], list[torch.Tensor]
 
     executor.decode = watched(executor.decode)  # type: ignore[method-assign]
     executor.verify = watched(executor.verify)  # type: ignore[method-assign]
+    executor.advance = watched(executor.advance)  # type: ignore[method-assign]
     return found
 
 
+@pytest.mark.parametrize("drafting", [Drafting(2, 3), Drafting(1, 4, pipeline=True)], ids=str)
 @pytest.mark.parametrize("mode", ["resident", "offloaded", "converted"])
-def test_suspended_between_rounds(mode: str) -> None:
-    engine = make_model_engine(compiled("ouro", 0.3), drafting=Drafting(2, 3))
+def test_suspended_at_any_time(mode: str, drafting: Drafting) -> None:
+    """Between rounds, or with rows before and behind their capture loop."""
+    engine = make_model_engine(compiled("ouro", 0.3), drafting=drafting)
     for n, prompt in enumerate(MODEL_PROMPTS):
         engine.add_request(prompt, SamplingParams(NEW), str(n))
     outputs: dict[str, list[StepOutput]] = {}
@@ -207,13 +267,13 @@ def test_the_fake_model_too(sparse: bool, loops: int) -> None:
 
 @pytest.mark.parametrize("at", range(1, 10))
 @pytest.mark.parametrize("how", ["eos", "stop", "length"])
-@pytest.mark.parametrize("loops", [1, 3])
-def test_a_request_ends_at_any_position_of_a_block(how: str, at: int, loops: int) -> None:
+@pytest.mark.parametrize("drafting", [*SPECULATIONS, Drafting(3, 4)], ids=str)
+def test_a_request_ends_at_any_position_of_a_block(how: str, at: int, drafting: Drafting) -> None:
     prompt = PROMPTS[0]
     tokens = oracle(prompt, 10, True)
     seen = []
-    for drafting in (None, Drafting(loops, 4)):
-        engine = fake_engine(drafting)
+    for asked in (None, drafting):
+        engine = fake_engine(asked)
         params = greedy(at if how == "length" else 10, want_logits=True)
         if how == "eos":
             params.eos_token_ids = (tokens[at - 1],)
@@ -233,10 +293,11 @@ def test_a_request_ends_at_any_position_of_a_block(how: str, at: int, loops: int
         assert torch.equal(one.scores, other.scores)
 
 
+@pytest.mark.parametrize("drafting", SPECULATIONS, ids=str)
 @pytest.mark.parametrize("after", range(1, 6))
-def test_a31_an_abort_near_the_limit(after: int) -> None:
+def test_a31_an_abort_near_the_limit(after: int, drafting: Drafting) -> None:
     """At any step of a request whose blocks get shorter towards its end."""
-    engine = fake_engine(Drafting(1, 4))
+    engine = fake_engine(drafting)
     engine.add_request(PROMPTS[0], greedy(6), "a")
     engine.add_request(PROMPTS[1], greedy(9), "b")
     outputs: list[StepOutput] = []
@@ -262,7 +323,7 @@ def test_a33_a_processor_is_applied_at_each_draft_position() -> None:
 
     plain, engine = fake_engine(None), fake_engine(Drafting(1, 4))
     rounds, drafted = engine._runner.rounds, []
-    assert rounds is not None
+    assert isinstance(rounds, Rounds)
     propose = rounds.propose
 
     def watched(blocks: Sequence[Block], logits: torch.Tensor, line: int) -> torch.Tensor:
@@ -288,8 +349,8 @@ def test_a_processor_that_fails_beyond_the_end_harms_nobody() -> None:
             raise KeyError("too long")
         return scores
 
-    for rows in (2, 4, 7):
-        engine = fake_engine(Drafting(3, rows))
+    for drafting in (*SPECULATIONS, Drafting(3, 2), Drafting(3, 7)):
+        engine = fake_engine(drafting)
         engine.add_request(prompt, greedy(10, processor=picky, eos_token_ids=(tokens[3],)))
         outputs = only(run_all(engine))
         assert (tokens_of(outputs), outputs[-1].finish_reason) == (tokens[:4], "eos")
@@ -301,8 +362,11 @@ def test_a_processor_that_fails_beyond_the_end_harms_nobody() -> None:
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("call", range(1, 9))
-def test_a_processor_ends_a_request_in_the_middle_of_a_round(victim: str, call: int) -> None:
-    engine = fake_engine(Drafting(1, 4))
+@pytest.mark.parametrize("drafting", SPECULATIONS, ids=str)
+def test_a_processor_ends_a_request_in_the_middle_of_a_round(
+    victim: str, call: int, drafting: Drafting
+) -> None:
+    engine = fake_engine(drafting)
     calls = 0
 
     def ending(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -321,8 +385,9 @@ def test_a_processor_ends_a_request_in_the_middle_of_a_round(victim: str, call: 
     assert engine.metrics().failed_runs == 0
 
 
-def test_scores_that_are_no_numbers_end_the_request() -> None:
-    engine = fake_engine(Drafting(1, 4))
+@pytest.mark.parametrize("drafting", SPECULATIONS, ids=str)
+def test_scores_that_are_no_numbers_end_the_request(drafting: Drafting) -> None:
+    engine = fake_engine(drafting)
 
     def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores * torch.nan if ids.shape[1] == 6 else scores
@@ -356,6 +421,7 @@ def test_adaptive_blocks_follow_what_is_accepted() -> None:
     [
         ({"async_steps": True}, "async_steps=True cannot be combined with drafting"),
         ({"loops_per_step": 1}, "loops_per_step=1 cannot be combined with drafting"),
+        ({"drafting": Drafting(1, 2, pipeline=True)}, "drafting rows=2 must be 3 in a pipeline"),
         ({"drafting": Drafting(4, 2)}, "drafting loops=4 must be from 1 to the program's 3 loops"),
     ],
     ids=str,

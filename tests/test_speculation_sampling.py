@@ -44,6 +44,10 @@ class Chain:
     def draft(self, plan: RowPlan) -> torch.Tensor:
         return self.early[plan.token_ids[plan.logit_rows]]
 
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        ends = plan.row_loop[plan.logit_rows, None] == self.loops - 1
+        return torch.where(ends, self.prefill(plan), self.draft(plan))
+
 
 def chain_engine(drafting: Drafting | None) -> tuple[Engine, Chain]:
     pool, executor = KVPool(KVSpec(1, 1, 1, 16, torch.float64), 201, "cpu"), Chain()
@@ -70,9 +74,10 @@ def counted(drafting: Drafting | None, requests: int = 1000, new: int = 21) -> t
     return counts, engine
 
 
-def test_a32_twenty_thousand_draws_of_blocks_have_the_distribution_of_plain_sampling() -> None:
+@pytest.mark.parametrize("drafting", [Drafting(1, 4), Drafting(1, 3, pipeline=True)], ids=str)
+def test_a32_twenty_thousand_draws_have_the_distribution_of_plain_sampling(drafting: Drafting) -> None:
     """Given the token before: 8 distributions of 8 tokens, 56 degrees of freedom."""
-    counts, engine = counted(Drafting(1, 4))
+    counts, engine = counted(drafting)
     look, final = engine.metrics(), Chain().final.softmax(-1)
     assert int(counts.sum()) == 20_000
     assert 0.3 < look.accepted_tokens / look.drafted_tokens < 0.9  # both ways of getting a token count
@@ -112,18 +117,18 @@ def test_a_draft_that_was_no_number_is_not_accepted() -> None:
     assert (accept_or_draw(p, drafts, chances, None) == 1).all()
 
 
-@pytest.mark.parametrize("loops", [1, 3])
-def test_seeds_give_the_same_tokens_alone_in_a_batch_and_after_a_fault(loops: int) -> None:
+@pytest.mark.parametrize("drafting", [Drafting(1, 3), Drafting(3, 3), Drafting(1, 3, pipeline=True)], ids=str)
+def test_seeds_give_the_same_tokens_alone_in_a_batch_and_after_a_fault(drafting: Drafting) -> None:
     def params(seed: int) -> dict[str, Any]:
         return {"do_sample": True, "generator": torch.Generator().manual_seed(seed)}
 
     alone = []
     for n, prompt in enumerate(PROMPTS):
-        engine, _ = make_engine(slots=64, drafting=Drafting(loops, 3))
+        engine, _ = make_engine(slots=64, drafting=drafting)
         name = engine.add_request(prompt, greedy(9, **params(n)))
         alone.append(tokens_of(run_all(engine)[name]))
     for when in ("before", "after"):
-        engine, executor = make_engine(slots=64, drafting=Drafting(loops, 3))
+        engine, executor = make_engine(slots=64, drafting=drafting)
         names = [engine.add_request(prompt, greedy(9, **params(n))) for n, prompt in enumerate(PROMPTS)]
         steps = iter(range(100))
 
