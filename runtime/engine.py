@@ -26,7 +26,7 @@ from sparse_compile.runtime.admission import Admission, to_list, with_generator
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
-from sparse_compile.runtime.options import EngineOptions
+from sparse_compile.runtime.options import Drafting, EngineOptions
 from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import (
@@ -81,7 +81,11 @@ class Executor(Protocol):
         ...
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step of these numbers of rows compiles anything."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..passes.program import (
 )
 from .compiler import PieceCompiler
 from .kv_pool import KVPool
+from .options import Drafting
 from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 
@@ -114,13 +116,14 @@ class Executor:
         return self._tail(tail, environment, plan, _call)
 
     @torch.no_grad()
-    def advance(self, plan: RowPlan) -> torch.Tensor:
+    def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 
         The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
-        begun; no other rows may be asked for.
+        begun; no other rows may be asked for. captures: as in `decode`.
         """
-        return self._some_loops(plan, self.captures_at(plan), pipeline=True)
+        captures = self.captures_at(plan) if captures is None else captures
+        return self._some_loops(plan, captures, pipeline=True)
 
     @torch.no_grad()
     def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
@@ -133,13 +136,43 @@ class Executor:
         return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
         counts = sorted({1, *(2 for count in rows if count > 1)})  # all others share a graph with two rows
         plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)]
-        plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
+        if drafting is None:
+            plans += [
+                (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
+            ]
+        else:
+            plans += self._drafting_plans(rows, block_table, kinds, drafting)
         return [partial(run, plan) for run, plan in plans]
+
+    def _drafting_plans(
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting,
+    ) -> list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]:
+        lines, loops = block_table.shape[0] * drafting.rows, drafting.loops
+        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = []
+        for count in (1, 2) if max(rows, default=0) * drafting.rows > 1 else (1,):
+            for kind in kinds:
+                plan = padding_plan(block_table, count, kind, loops=loops, carry_lines=lines)
+                if drafting.pipeline:
+                    plans.append((self.advance, plan))
+                else:
+                    plans += [
+                        (self.draft, plan),
+                        (self.verify, replace(plan, loops=self.loops - loops)),
+                    ]
+        return plans
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """Copies of what the row of `seat` carries between two runs of some loops; nothing before the first."""
@@ -279,8 +312,10 @@ class Executor:
                 if name in stage.row_outputs:
                     kept = self._lines(name, environment[name], plan)
                     kept.index_copy_(0, plan.row_carry.long(), environment[name])
+                elif name in self._shared:  # graphs read from where it was first
+                    self._shared[name].copy_(environment[name])
                 else:
-                    self._shared[name] = environment[name]
+                    self._shared[name] = environment[name].clone()
 
     def _rows_at(self, plan: RowPlan, alive: torch.Tensor, step: int) -> Environment:
         """Plan inputs `step` bodies after the plan's start; rows that are not `alive` are padding there."""

@@ -258,19 +258,25 @@ class PlanBuilder:
 
 
 def padding_plan(
-    block_table: torch.Tensor, rows: int, kind: ProgramKind, max_length: int = 0, loops: int | None = None
+    block_table: torch.Tensor,
+    rows: int,
+    kind: ProgramKind,
+    max_length: int = 0,
+    loops: int | None = None,
+    carry_lines: int | None = None,
+    heads: bool = True,
 ) -> RowPlan:
-    """A plan of inactive rows, each with logits: to compile and to capture over."""
+    """A plan of inactive rows, each with logits unless `heads` is off: to compile and to capture over."""
     device = block_table.device
     return RowPlan(
         block_table=block_table,
         packed=torch.zeros(_COLUMNS, rows, dtype=torch.int32, device=device),
-        logit_rows=torch.arange(rows, device=device),
+        logit_rows=torch.arange(rows if heads else 0, device=device),
         kind=kind,
         max_length=max_length,
         leases=(),
         loops=loops,
-        carry_lines=block_table.shape[0],
+        carry_lines=carry_lines or block_table.shape[0],
     )
 
 
