@@ -144,7 +144,9 @@ class Executor:
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
         counts = sorted({1, *(2 for count in rows if count > 1)})  # all others share a graph with two rows
-        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)]
+        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = [
+            (self.prefill, padding_plan(block_table, count, "dense")) for count in (1, 2)
+        ]
         if drafting is None:
             plans += [
                 (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds

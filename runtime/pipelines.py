@@ -145,6 +145,9 @@ class Pipelines:
     def _segment(self, request: Request, row: Row, wants_logits: bool) -> Segment:
         return self.scheduler.row(request, row.position, self._line(row), wants_logits, row.depth)
 
+    def _renew(self, rows: Sequence[tuple[Request, Row]]) -> None:
+        self.scheduler.renew([(request, self._line(row), row.position) for request, row in rows])
+
     # ------------------------------------------------------------------ runs
 
     def _submit(self, segments: Sequence[Segment], rows: Sequence[Row]) -> torch.Tensor:
@@ -157,14 +160,13 @@ class Pipelines:
 
     def _advance(self, stages: Sequence[Stage]) -> torch.Tensor:
         """All rows of all requests, each some loops on; logits of the oldest where it ends, of the youngest's draft."""
+        self._renew([(stage.request, row) for stage in stages for row in stage.rows if not row.depth])
         segments: list[Segment] = []
         count = 0
         for stage in stages:
             request, drafts = stage.request, self._drafts(stage)
             stage.first, stage.logits = len(segments), count
             for row in stage.rows:
-                if not row.depth and request.leases:
-                    self.scheduler.renew(request, self._line(row), row.position)
                 wants = self._ends(row) or (drafts and row is stage.rows[-1])
                 segments.append(self._segment(request, row, wants))
                 count += wants
@@ -177,9 +179,8 @@ class Pipelines:
     def _again(self, stage: Stage) -> None:
         """Runs the rows of a request up to their depths, from their tokens; the layers behind the loop as well."""
         request = stage.request
+        self._renew([(request, row) for row in stage.rows if row.depth])
         for row in stage.rows:
-            if row.depth and request.leases:
-                self.scheduler.renew(request, self._line(row), row.position)
             for depth in range(0, row.depth, self.drafting.loops):
                 self._submit([self._segment(request, replace(row, depth=depth), not depth)], [row])
         assert request.flight is not None

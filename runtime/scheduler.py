@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,7 +167,7 @@ class Scheduler:
         request, start = work.request, work.request.computed
         decode, sparse = request.decoding, self._is_sparse(request, start)
         if sparse and not request.loop:
-            self.renew(request, 0, start)
+            self.renew([(request, 0, start)])
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -184,15 +184,16 @@ class Scheduler:
             loop=request.loop,
         )
 
-    def block(self, work: Work) -> list[Segment]:
-        """The rows of a block, each under a new incarnation of a lease; a token that is not known is FROM_DEVICE."""
-        request, start = work.request, work.request.computed
-        segments = []
-        for line in range(work.rows):
-            if request.leases:
-                self.renew(request, line, start + line)
-            segments.append(self.row(request, start + line, line, wants_logits=line + 1 < work.rows))
-        return segments
+    def blocks(self, works: Sequence[Work]) -> list[list[Segment]]:
+        """The rows of a block of each request, under new incarnations of its leases; unknown tokens are FROM_DEVICE."""
+        self.renew([(w.request, line, w.request.computed + line) for w in works for line in range(w.rows)])
+        return [
+            [
+                self.row(work.request, work.request.computed + line, line, wants_logits=line + 1 < work.rows)
+                for line in range(work.rows)
+            ]
+            for work in works
+        ]
 
     def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
         """A row of a request that has several under way, at position `at`, under its present lease."""
@@ -210,9 +211,15 @@ class Scheduler:
             line=line,
         )
 
-    def renew(self, request: Request, line: int, position: int) -> None:
-        assert self.holdings.store is not None
-        request.leases[line] = self.holdings.store.renew(request.leases[line], position)
+    def renew(self, rows: Sequence[tuple[Request, int, int]]) -> None:
+        """New incarnations of leases. rows: (request, line, position of the row that it is for)."""
+        store = self.holdings.store
+        if store is None:
+            return
+        leases = [request.leases[line] for request, line, _ in rows]
+        renewed = store.renew_all(leases, [position for _, _, position in rows])
+        for (request, line, _), lease in zip(rows, renewed, strict=True):
+            request.leases[line] = lease
 
     def _is_sparse(self, request: Request, position: int) -> bool:
         enabled = self.holdings.store is not None and self.options.retention is not None

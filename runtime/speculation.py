@@ -84,7 +84,8 @@ class Rounds:
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A round of each request. Whatever passes through leaves them as they were."""
         with generators_kept([work.request for work in works]):
-            blocks = [Block(work.request, self.scheduler.block(work)) for work in works]
+            rows = self.scheduler.blocks(works)
+            blocks = [Block(work.request, own) for work, own in zip(works, rows, strict=True)]
             for line in range(max(block.rows for block in blocks)):
                 self._draft([block for block in blocks if block.live and block.rows > line], line)
             blocks = [block for block in blocks if block.live]
