@@ -36,13 +36,20 @@ class SiteSizes(Protocol):
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Shapes of pool and store for any batch and context. retention: (numerator, denominator)."""
+    """Shapes of pool and store for any batch and context. retention: (numerator, denominator). rows: of one sequence
+    that may be under way at once.
+    """
 
     sites: Sequence[SiteSizes]
     retention: tuple[int, int]
     key_bucket: int
     page_size: int
     dtype: torch.dtype
+    rows: int = 1
+
+    def slots(self, batch: int) -> int:
+        """Slots of the store for `batch` sequences."""
+        return store_slots(batch, self.rows)
 
     def kv_spec(self) -> KVSpec:
         first = self.sites[0]
@@ -67,7 +74,7 @@ class PoolSizes:
         needs = {"KV pool": kv_pool_bytes(self.kv_spec(), self.pages(batch, context, pool_tokens))}
         store = self.store_spec(context)
         if store is not None:
-            needs["reference store"] = reference_store_bytes(store, store_slots(batch))
+            needs["reference store"] = reference_store_bytes(store, self.slots(batch))
         return needs
 
 

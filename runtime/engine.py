@@ -1,10 +1,11 @@
 """The engine: requests in, tokens out.
 
 One step admits waiting requests, runs chunks of prompts and a row of each request that decodes, and has a token chosen
-for each request whose known tokens are all computed. With `async_steps` the tokens of a step are read after the next
-one has been submitted: the device never waits for the host. What only shows when tokens are read (an end token, a stop
-rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond its end is
-dropped. The tokens are the same either way.
+for each request whose known tokens are all computed. With `drafting` a request that decodes has a block of rows instead
+(`runtime/speculation.py`), out of which come one token or more. With `async_steps` the tokens of a step are read after
+the next one has been submitted: the device never waits for the host. What only shows when tokens are read (an end
+token, a stop rule, scores that are no numbers) then ends a request one step late, and what was computed for it beyond
+its end is dropped. The tokens are the same in each of these ways.
 
 What fails, fails alone: an exception of the executor, a sampler, a processor or a stop rule ends the request that
 causes it. The outputs say so, and what the request held is free again.
@@ -25,7 +26,7 @@ from sparse_compile.runtime.admission import Admission, check_order, to_list, wi
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
-from sparse_compile.runtime.options import EngineOptions
+from sparse_compile.runtime.options import Drafting, EngineOptions
 from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import (
@@ -37,10 +38,11 @@ from sparse_compile.runtime.request import (
     SamplingParams,
     StepOutput,
 )
+from sparse_compile.runtime.results import Batch, Entry
 from sparse_compile.runtime.sampler import finish_reason, not_a_number
 from sparse_compile.runtime.scheduler import Scheduler
 from sparse_compile.runtime.seats import SeatTable
-from sparse_compile.runtime.steps import Batch, Entry, StepRunner
+from sparse_compile.runtime.steps import StepRunner
 from sparse_compile.runtime.suspension import Suspension
 
 __all__ = ["Engine", "EngineMetrics", "EngineOptions", "Executor"]
@@ -66,8 +68,24 @@ class Executor(Protocol):
         """One row per sequence; `plan.loops` bodies from each row's own depth on, or the whole model."""
         ...
 
+    def draft(self, plan: RowPlan) -> torch.Tensor:
+        """One row per sequence from the start; what the model's own head makes of it after `plan.loops` bodies."""
+        ...
+
+    def verify(self, plan: RowPlan) -> torch.Tensor:
+        """Any number of rows per sequence, that `draft` has left, through the last `plan.loops` bodies."""
+        ...
+
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        """Rows of pipelines, `plan.loops` bodies on; logits of rows that finish, drafts of rows that have begun."""
+        ...
+
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step of these numbers of rows compiles anything."""
         ...
@@ -101,8 +119,8 @@ class Engine:
         self.executor, self.pool, self.store, self.options = executor, pool, store, options
         self._owed: list[StepOutput] = []  # to be returned by `step`
         longest = min(pool.pages, pool.spec.pages_for(options.max_context))
-        seats = SeatTable(options.max_seqs, longest, pool.device)
-        holdings = Holdings(pool, store, seats, options.prefix_caching)
+        seats = SeatTable(options.max_seqs, longest, pool.device, options.block_rows)
+        holdings = Holdings(pool, store, seats, options.prefix_caching, options.block_rows)
         self.scheduler = Scheduler(
             holdings,
             Suspension(executor, holdings),
@@ -298,6 +316,7 @@ class Engine:
         if math.isnan(logprob):
             return self._finish(request, "error", error=not_a_number())
         request.append(token, time.perf_counter())
+        request.metrics.round_tokens += entry.in_round
         if entry.segment is not None:
             self.scheduler.counter.charge(request.metrics, entry.segment)
         logits, scores = entry.reader.drawn.kept.pop(entry.row, (None, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..passes.program import (
 )
 from .compiler import PieceCompiler
 from .kv_pool import KVPool
+from .options import Drafting
 from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 
@@ -34,7 +36,8 @@ _ONE_ROW_EACH = {"query_rows": 1}  # no two rows of a decode step belong to one 
 class Executor:
     """Runs plans over one pool and one store.
 
-    Between runs it holds what rows carry that have only gone through some of the loops (`RowPlan.loops`), per seat.
+    Between runs it holds what rows carry that have only gone through some of the loops (`RowPlan.loops`), a line each
+    (`RowPlan.row_carry`).
     """
 
     def __init__(
@@ -61,7 +64,8 @@ class Executor:
         # int32 [sites of a body, loops]: what a sparse row does there
         modes = [[_MODES[kind] for kind in row] for row in self.kinds]
         self._modes = torch.tensor(modes, dtype=torch.int32, device=self.device)
-        self._carried: Environment = {}  # [1 + seats, ...] each
+        self._carried: Environment = {}  # [lines, ...] each
+        self._shared: Environment = {}  # what drafts leave for verification that is the same for all rows
 
     @property
     def loops(self) -> int:
@@ -86,6 +90,43 @@ class Executor:
         return self._through("dense", plan, op)
 
     @torch.no_grad()
+    def draft(self, plan: RowPlan) -> torch.Tensor:
+        """What the model's own head makes of rows after their first `plan.loops` bodies: logits of `plan.logit_rows`.
+
+        One row per sequence. Layers behind the loop run too, and write keys and values that `verify` overwrites.
+        """
+        prologue, bodies, tail = self._rolled_stages(plan)
+        environment = self._environment(plan)
+        self._layers([prologue, *bodies[: plan.loops]], environment, plan, _call_one_row_each)
+        self._keep([prologue, bodies[0]], environment, plan)
+        if plan.logit_rows.shape[0] == 0:
+            return self._no_logits()
+        return self._tail(tail, environment, plan, _call_one_row_each)
+
+    @torch.no_grad()
+    def verify(self, plan: RowPlan) -> torch.Tensor:
+        """Takes rows that `draft` left through the last `plan.loops` bodies; the logits of `plan.logit_rows`.
+
+        Several rows per sequence: each sees the keys of those before it.
+        """
+        _, bodies, tail = self._rolled_stages(plan)
+        environment = self._environment(plan) | self._shared
+        lines = plan.row_carry.long()
+        environment |= {name: kept.index_select(0, lines) for name, kept in self._carried.items()}
+        self._layers(bodies[self.loops - (plan.loops or 0) :], environment, plan, _call)
+        return self._tail(tail, environment, plan, _call)
+
+    @torch.no_grad()
+    def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
+        """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
+
+        The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
+        begun; no other rows may be asked for. captures: as in `decode`.
+        """
+        captures = self.captures_at(plan) if captures is None else captures
+        return self._some_loops(plan, captures, pipeline=True)
+
+    @torch.no_grad()
     def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """The logits of a step of one row per sequence; of those rows that have been through the whole model.
 
@@ -96,14 +137,46 @@ class Executor:
         return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
         counts = self.compiler.one_of_each_kind({1, *rows})
         prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
-        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
-        plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
+        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = [
+            (self.prefill, padding_plan(block_table, count, "dense")) for count in prompts
+        ]
+        if drafting is None:
+            plans += [
+                (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
+            ]
+        else:
+            plans += self._drafting_plans(rows, block_table, kinds, drafting)
         return [partial(run, plan) for run, plan in plans]
+
+    def _drafting_plans(
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting,
+    ) -> list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]:
+        lines, loops = block_table.shape[0] * drafting.rows, drafting.loops
+        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = []
+        for count in (1, 2) if max(rows, default=0) * drafting.rows > 1 else (1,):
+            for kind in kinds:
+                plan = padding_plan(block_table, count, kind, loops=loops, carry_lines=lines)
+                if drafting.pipeline:
+                    plans.append((self.advance, plan))
+                else:
+                    plans += [
+                        (self.draft, plan),
+                        (self.verify, replace(plan, loops=self.loops - loops)),
+                    ]
+        return plans
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """Copies of what the row of `seat` carries between two runs of some loops; nothing before the first."""
@@ -127,11 +200,21 @@ class Executor:
 
     def _through(self, variant: str, plan: RowPlan, op: RunOp) -> torch.Tensor:
         environment = self._environment(plan)
-        *layers, head = self.variants[variant]
-        for cut in layers:
+        return self._tail(self.variants[variant], environment, plan, op)
+
+    def _tail(
+        self, stages: Sequence[CutStage], environment: Environment, plan: RowPlan, op: RunOp
+    ) -> torch.Tensor:
+        """The logits that the stages up to the head make."""
+        *layers, head = stages
+        self._layers(layers, environment, plan, op)
+        return self._logits(head, environment, plan)
+
+    def _layers(self, stages: Sequence[CutStage], environment: Environment, plan: RowPlan, op: RunOp) -> None:
+        """Runs stages that all rows go through, and adds what they make to `environment`."""
+        for cut in stages:
             environment["row_loop"] = torch.full_like(plan.row_loop, cut.stage.loop)
             environment |= self._run(cut, environment, op)
-        return self._logits(head, environment, plan)
 
     def _environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""
@@ -141,11 +224,14 @@ class Executor:
     def _logits(self, head: CutStage, environment: Environment, plan: RowPlan) -> torch.Tensor:
         """The head over those rows that need logits."""
         if plan.logit_rows.shape[0] == 0:  # a chunk inside a prompt
-            dtype = self.state["k_pool"].dtype
-            return torch.empty(0, self.program.vocabulary, dtype=dtype, device=self.device)
+            return self._no_logits()
         names = head.stage.row_inputs
         few = {name: environment[name].index_select(0, plan.logit_rows) for name in names}
         return self._run(head, environment | few, _call)["logits"][:, 0]
+
+    def _no_logits(self) -> torch.Tensor:
+        dtype = self.state["k_pool"].dtype
+        return torch.empty(0, self.program.vocabulary, dtype=dtype, device=self.device)
 
     def _run(self, cut: CutStage, environment: Environment, op: RunOp) -> Environment:
         """The outputs of one stage by name."""
@@ -166,13 +252,13 @@ class Executor:
 
     # ------------------------------------------------------------------ some loops of it
 
-    def _some_loops(self, plan: RowPlan, captures: tuple[bool, ...]) -> torch.Tensor:
-        """Rows start where they left off; the first stages run for rows that begin, the last for those that finish.
+    def _some_loops(self, plan: RowPlan, captures: tuple[bool, ...], pipeline: bool = False) -> torch.Tensor:
+        """Rows start where they left off; the first stages run for rows that begin, the last for those that finish,
+        and in a pipeline for those that have begun as well.
 
         Raises ValueError for a program that is not rolled: it has no loop to stop at.
         """
-        if self.program.roll is None:
-            raise ValueError(f"loops={plan.loops}: the program is not rolled, {self.program.roll_reason}")
+        self._check_rolled(plan)
         prologue, body, *epilogue, head = self.variants["depth"]
         environment = self._environment(plan)
         active, depth = plan.row_length > 0, plan.row_loop
@@ -181,15 +267,18 @@ class Executor:
         environment |= self._resumed(prologue, environment, plan, begins)
         for step, captured in enumerate(captures):
             alive = active & (depth + step < self.loops)
-            made = self._run(body, environment | self._rows_at(plan, alive, step), _call_mixed(captured))
+            made = self._run(
+                body, environment | self._rows_at(plan, alive, step), _call_mixed(captured, pipeline)
+            )
             for name, new in made.items():
                 environment[name] = _where(alive, new, environment[name]) if name in environment else new
         for name, kept in self._carried.items():
-            kept.index_copy_(0, plan.row_seq.long(), environment[name])
-        finished = active & (depth + len(captures) >= self.loops)
+            kept.index_copy_(0, plan.row_carry.long(), environment[name])
+        heads = active & (depth + len(captures) >= self.loops)
+        heads = heads | begins if pipeline else heads
         for cut in epilogue:
-            rows = self._rows_at(plan, finished, 0)
-            environment |= self._run(cut, environment | rows, _call_one_row_each)
+            rows = self._rows_at(plan, heads, 0)
+            environment |= self._run(cut, environment | rows, _call if pipeline else _call_one_row_each)
         return self._logits(head, environment, plan)
 
     def _resumed(
@@ -201,10 +290,36 @@ class Executor:
             if name not in prologue.stage.row_outputs:
                 continue  # the same for all rows
             fresh = environment[name]
-            if name not in self._carried:
-                self._carried[name] = fresh.new_zeros(plan.block_table.shape[0], *fresh.shape[1:])
-            result[name] = _where(begins, fresh, self._carried[name][plan.row_seq])
+            result[name] = _where(begins, fresh, self._lines(name, fresh, plan)[plan.row_carry])
         return result
+
+    def _lines(self, name: str, like: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """Where rows keep the value `name` between two runs, [lines, ...]."""
+        if name not in self._carried:
+            self._carried[name] = like.new_zeros(plan.carry_lines, *like.shape[1:])
+        return self._carried[name]
+
+    def _check_rolled(self, plan: RowPlan) -> None:
+        if self.program.roll is None:
+            raise ValueError(f"loops={plan.loops}: the program is not rolled, {self.program.roll_reason}")
+
+    def _rolled_stages(self, plan: RowPlan) -> tuple[CutStage, list[CutStage], list[CutStage]]:
+        """First stage, a body per loop, and what follows them, for rows that are all at one depth."""
+        self._check_rolled(plan)
+        prologue, *others = self.variants[plan.kind if self.program.sparse else "dense"]
+        return prologue, others[: self.loops], others[self.loops :]
+
+    def _keep(self, made_by: Sequence[CutStage], environment: Environment, plan: RowPlan) -> None:
+        """Keeps what these stages have made for `verify`: by row on the rows' lines, the rest as it is."""
+        for stage in (cut.stage for cut in made_by):
+            for name in stage.outputs:
+                if name in stage.row_outputs:
+                    kept = self._lines(name, environment[name], plan)
+                    kept.index_copy_(0, plan.row_carry.long(), environment[name])
+                elif name in self._shared:  # graphs read from where it was first
+                    self._shared[name].copy_(environment[name])
+                else:
+                    self._shared[name] = environment[name].clone()
 
     def _rows_at(self, plan: RowPlan, alive: torch.Tensor, step: int) -> Environment:
         """Plan inputs `step` bodies after the plan's start; rows that are not `alive` are padding there."""
@@ -236,13 +351,14 @@ def _call_one_row_each(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> to
     return call.target(*args, **(call.kwargs | _ONE_ROW_EACH))
 
 
-def _call_mixed(captures: bool) -> RunOp:
-    """For the body that rows at any depth go through. captures: whether one of them may capture there."""
-    if captures:
-        return _call_one_row_each
+def _call_mixed(captures: bool, pipeline: bool) -> RunOp:
+    """For the body that rows at any depth go through. captures: whether one of them may capture there. pipeline:
+    several of them may belong to one sequence.
+    """
+    promise = {} if pipeline else _ONE_ROW_EACH
 
     def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
         mixed = call.target is torch.ops.sparse_compile.mixed.default
-        return call.target(*args, **(call.kwargs | _ONE_ROW_EACH | ({"captures": False} if mixed else {})))
+        return call.target(*args, **(call.kwargs | promise | ({"captures": captures} if mixed else {})))
 
     return op

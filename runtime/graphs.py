@@ -1,35 +1,45 @@
 """Decode steps from CUDA graphs: one graph per bucket, captured once and replayed over refilled plan buffers.
 
-A bucket is everything that a launch takes from the host: the number of rows, the program variant, the width of the
-block table that the kernels are told of, and for rows at several depths how many bodies run and which of them may
-capture. Lengths, positions, tokens, slots, modes and pages are read on the device. Rows beyond those of a plan are
-padding: they touch the dummy page and slot only.
+A bucket is everything that a launch takes from the host: which run it is, the number of rows, the program variant, the
+width of the block table that the kernels are told of, and for rows at several depths how many bodies run and which of
+them may capture. Lengths, positions, tokens, slots, modes and pages are read on the device. Rows beyond those of a plan
+are padding: they touch the dummy page and slot only.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
 from .executor import Executor
+from .options import Drafting
 from .plan import ProgramKind, RowPlan, padding_plan
 
 LEAST_KEYS = 1024  # the narrowest block table of a bucket, in keys
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+Run = Literal["decode", "draft", "verify", "advance"]  # methods of an executor
+
+
 @dataclass(frozen=True)
 class BucketKey:
-    """What a graph was captured for. captures: per body of a partial run; () for whole runs."""
+    """What a graph was captured for. captures: per body of a run of rows at any depth; () for others. heads: False for
+    drafts that nobody wants.
+    """
 
     rows: int
     kind: ProgramKind
     pages: int
     loops: int | None = None
     captures: tuple[bool, ...] = ()
+    run: Run = "decode"
+    heads: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,13 +75,19 @@ class GraphExecutor:
 
     def decode(self, plan: RowPlan) -> torch.Tensor:
         """As `Executor.decode`; the logits are overwritten by the next run."""
-        key = self.key(plan)
-        if key is None:
-            return self.inner.decode(plan)
-        bucket = self.buckets.get(key) or self.capture(key, plan.block_table)
-        self._fill(bucket.plan, plan)
-        bucket.graph.replay()
-        return bucket.logits[: plan.logit_rows.shape[0]]
+        return self._replay("decode", plan)
+
+    def draft(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.draft`; the logits are overwritten by the next run."""
+        return self._replay("draft", plan)
+
+    def verify(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.verify`; the logits are overwritten by the next run."""
+        return self._replay("verify", plan)
+
+    def advance(self, plan: RowPlan) -> torch.Tensor:
+        """As `Executor.advance`; the logits are overwritten by the next run."""
+        return self._replay("advance", plan)
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
@@ -83,14 +99,25 @@ class GraphExecutor:
 
     # ------------------------------------------------------------------ buckets
 
-    def key(self, plan: RowPlan) -> BucketKey | None:
+    def _replay(self, run: Run, plan: RowPlan) -> torch.Tensor:
+        key = self.key(plan, run)
+        if key is None:
+            return getattr(self.inner, run)(plan)
+        bucket = self.buckets.get(key) or self.capture(key, plan.block_table, plan.carry_lines)
+        self._fill(bucket.plan, plan)
+        bucket.graph.replay()
+        return bucket.logits[: plan.logit_rows.shape[0]]
+
+    def key(self, plan: RowPlan, run: Run = "decode") -> BucketKey | None:
         """The bucket of a decode plan; None for one with more rows than the largest."""
         rows = self._rows(plan.rows)
         if rows is None:
             return None
         pages = self._pages(plan.max_length, plan.block_table.shape[1])
-        kind = plan.kind if plan.loops is None else "mixed"
-        return BucketKey(rows, kind, pages, plan.loops, self.inner.captures_at(plan))
+        heads = run != "draft" or plan.logit_rows.shape[0] > 0
+        if plan.loops is None or run in ("draft", "verify"):  # all rows at one depth
+            return BucketKey(rows, plan.kind, pages, plan.loops, (), run, heads)
+        return BucketKey(rows, "mixed", pages, plan.loops, self.inner.captures_at(plan), run, heads)
 
     def widths(self, table_pages: int) -> list[int]:
         """Every width of block table that a bucket may have, in pages."""
@@ -99,21 +126,27 @@ class GraphExecutor:
             widths.append(min(2 * widths[-1], table_pages))
         return widths
 
-    def capture(self, key: BucketKey, block_table: torch.Tensor) -> Bucket:
+    def capture(self, key: BucketKey, block_table: torch.Tensor, carry_lines: int | None = None) -> Bucket:
         """Run the bucket once, so that all is compiled and allocated, then capture it over padding rows."""
         device = block_table.device
         table = block_table[:, : key.pages]
-        plan = padding_plan(table, key.rows, key.kind, key.pages * self.page_size, key.loops)
+        reach = key.pages * self.page_size
+        plan = padding_plan(table, key.rows, key.kind, reach, key.loops, carry_lines, key.heads)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self.inner.decode(plan, key.captures)
+            self._run(key, plan)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self.inner.decode(plan, key.captures)
+            logits = self._run(key, plan)
         self.buckets[key] = Bucket(graph, plan, logits)
         return self.buckets[key]
+
+    def _run(self, key: BucketKey, plan: RowPlan) -> torch.Tensor:
+        if key.run in ("draft", "verify"):
+            return getattr(self.inner, key.run)(plan)
+        return getattr(self.inner, key.run)(plan, key.captures)
 
     def keys(self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind]) -> list[BucketKey]:
         """Every bucket of whole runs with these rows, the largest first, so that the others fit into its memory."""
@@ -121,14 +154,48 @@ class GraphExecutor:
         widths = self.widths(table_pages)[::-1]
         return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
 
+    def draft_keys(
+        self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind], drafting: Drafting
+    ) -> list[BucketKey]:
+        """As `keys`, of the runs of self-speculation; what `verify` reads is there when `draft` has run."""
+        most, loops = max(rows, default=0), drafting.loops
+        more = self.keys(range(1, most * drafting.rows + 1), table_pages, kinds)
+        if drafting.pipeline:
+            several = {replace(key, kind="mixed", loops=loops, run="advance") for key in more}
+            found = [replace(key, captures=one) for key in several for one in self._captures(loops)]
+            return sorted(found, key=lambda key: (-key.rows, -key.pages))
+        heads = (True, False) if drafting.rows > 1 else (False,)
+        first = self.keys(range(1, most + 1), table_pages, kinds)
+        return [
+            *(replace(key, loops=loops, run="draft", heads=one) for key in first for one in heads),
+            *(replace(key, loops=self.loops - loops, run="verify") for key in more),
+        ]
+
+    def _captures(self, loops: int) -> set[tuple[bool, ...]]:
+        """What `captures_at` may say of a step of a pipeline: of rows at any of its depths."""
+        empty = padding_plan(torch.zeros(1, 1, dtype=torch.int32), 0, "mixed", loops=loops)
+        found: set[tuple[bool, ...]] = set()
+        for depth in range(0, self.loops, loops):
+            one = self.inner.captures_at(replace(empty, depths=frozenset({depth})))
+            found |= {one} | {tuple(map(operator.or_, one, other)) for other in found}
+        return found
+
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
-        keys = [key for key in self.keys(rows, block_table.shape[1], kinds) if key not in self.buckets]
+        pages, lines = block_table.shape[1], block_table.shape[0]
+        if drafting is None:
+            keys = self.keys(rows, pages, kinds)
+        else:
+            keys, lines = self.draft_keys(rows, pages, kinds, drafting), lines * drafting.rows
         return [
             *self.inner.warm_up((), block_table, ()),
-            *(partial(self.capture, key, block_table) for key in keys),
+            *(partial(self.capture, key, block_table, lines) for key in keys if key not in self.buckets),
         ]
 
     def _rows(self, count: int) -> int | None:

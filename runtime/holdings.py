@@ -13,13 +13,19 @@ from sparse_compile.runtime.seats import SeatTable
 
 class Holdings:
     """Gives and takes back. A request that waits or is offloaded holds nothing, a suspended resident one pages and
-    slot, a running one a seat as well.
+    slots, a running one a seat as well.
     """
 
     def __init__(
-        self, pool: KVPool, store: ReferenceStore | None, seats: SeatTable, prefix_caching: bool
+        self,
+        pool: KVPool,
+        store: ReferenceStore | None,
+        seats: SeatTable,
+        prefix_caching: bool,
+        rows: int = 1,
     ) -> None:
-        self.pool, self.store, self.seats = pool, store, seats
+        """rows: of one request that may be under way at once, each with a slot of its own."""
+        self.pool, self.store, self.seats, self.rows = pool, store, seats, rows
         self.pages = PageCache(pool)
         self.prefix_caching = prefix_caching
 
@@ -30,8 +36,8 @@ class Holdings:
         return self.pages.free_pages
 
     def missing_pages(self, request: Request) -> int:
-        """Pages that the request needs for its whole prompt and for its next row, beyond those it holds."""
-        tokens = max(request.prompt_length, request.computed) + 1
+        """Pages that the request needs for its whole prompt and for its next rows, beyond those it holds."""
+        tokens = max(request.prompt_length, request.computed) + self.rows
         return self.pool.spec.pages_for(min(tokens, request.max_length)) - len(request.pages)
 
     def has_pages(self, request: Request, headroom: int = 0) -> bool:
@@ -41,11 +47,11 @@ class Holdings:
         return missing <= 0 or missing + headroom <= self.free_pages - self.pages.idle(cached)
 
     def has_slot(self, request: Request, wait: bool = False) -> bool:
-        """Whether it has a slot, needs none, or can have one; `wait` for slots whose last readers are at work."""
-        if self.store is None or request.lease is not None:
+        """Whether it has its slots, needs none, or can have them; `wait` for those whose last readers are at work."""
+        if self.store is None or request.leases:
             return True
         self.store.collect(wait=wait)
-        return self.store.free_slots > 0
+        return self.store.free_slots >= self.rows
 
     def may_grow(self, request: Request) -> bool:
         """It may need further pages before it ends."""
@@ -63,12 +69,12 @@ class Holdings:
         missing = self.missing_pages(request)
         if missing > 0:
             request.pages += self.pages.allocate(missing)
-        if self.store is not None and request.lease is None:
-            request.lease = self.store.acquire(request.id, request.computed)
+        if self.store is not None and not request.leases:
+            request.leases = [self.store.acquire(request.id, request.computed) for _ in range(self.rows)]
         request.seat = self.seats.take(request.pages)
 
     def grow(self, request: Request) -> None:
-        """The pages that the next row needs."""
+        """The pages that the next rows need."""
         missing = self.missing_pages(request)
         if missing > 0:
             request.pages += self.pages.allocate(missing)
@@ -84,9 +90,10 @@ class Holdings:
         self.leave_seat(request)
         self.pages.free(request.pages)
         request.pages, request.chain = [], None
-        if self.store is not None and request.lease is not None:
-            self.store.retire(request.lease)
-            request.lease = None
+        for lease in request.leases:
+            assert self.store is not None
+            self.store.retire(lease)
+        request.leases = []
 
     # ------------------------------------------------------------------ cached pages
 
@@ -122,7 +129,7 @@ class Holdings:
         if self.store is None:
             return
         self.store.check_integrity()
-        leases = [request.lease for request in requests if request.lease is not None]
+        leases = [lease for request in requests for lease in request.leases]
         self.store.check(leases)
         if len(leases) != self.store.live_upper_bound:
             raise RuntimeError(

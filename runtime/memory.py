@@ -19,9 +19,9 @@ def pool_pages(spec: KVSpec, max_context: int, max_batch: int) -> int:
     return 1 + max_batch * spec.pages_for(max_context)
 
 
-def store_slots(max_batch: int) -> int:
-    """Slots that let `max_batch` sequences decode at once, with the dummy slot."""
-    return 1 + max_batch
+def store_slots(max_batch: int, rows: int = 1) -> int:
+    """Slots that let `max_batch` sequences decode at once, with the dummy slot. rows: of one that are under way."""
+    return 1 + max_batch * rows
 
 
 def kv_pool_bytes(spec: KVSpec, pages: int) -> int:

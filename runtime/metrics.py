@@ -26,6 +26,10 @@ class EngineMetrics:
     steps: int
     prompt_tokens: int  # of all requests that came
     tokens_generated: int
+    rounds: int  # of speculation, summed over requests; see RequestMetrics
+    drafted_tokens: int
+    accepted_tokens: int
+    round_tokens: int
     cached_tokens: int  # prompt tokens that were found in cached pages
     keys_read: int  # see RequestMetrics
     keys_dense: int
@@ -39,8 +43,14 @@ class EngineMetrics:
     time_to_first_token_s: float | None  # mean
     time_per_token_s: float | None  # mean over tokens after the first of each request
 
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per round of speculation; None without one."""
+        return self.round_tokens / self.rounds if self.rounds else None
 
-_SUMMED = ("prompt_tokens", "new_tokens", "cached_tokens", "keys_read", "keys_dense")
+
+_ROUNDS = ("rounds", "drafted_tokens", "accepted_tokens", "round_tokens")
+_SUMMED = ("prompt_tokens", "new_tokens", "cached_tokens", "keys_read", "keys_dense", *_ROUNDS)
 
 
 class Ledger:
@@ -85,6 +95,7 @@ class Ledger:
             steps=self.steps,
             prompt_tokens=int(sums["prompt_tokens"]),
             tokens_generated=int(sums["new_tokens"]),
+            **{name: int(sums[name]) for name in _ROUNDS},
             cached_tokens=int(sums["cached_tokens"]),
             keys_read=int(sums["keys_read"]),
             keys_dense=int(sums["keys_dense"]),

@@ -7,6 +7,26 @@ from dataclasses import dataclass
 
 from sparse_compile.runtime.accounting import SiteLike
 
+
+@dataclass(frozen=True)
+class Drafting:
+    """Self-speculation: up to `rows` rows of a request are under way at once, drafted with the first `loops` bodies.
+
+    adaptive: a block has one row more than the rounds before it gave tokens. pipeline: rows at several depths instead
+    of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
+    """
+
+    loops: int
+    rows: int
+    adaptive: bool = False
+    pipeline: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("loops", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"drafting {name}={getattr(self, name)} must be at least 1")
+
+
 _LEAST = {"max_context": 2, "max_seqs": 1, "prefill_chunk": 1, "max_prefill_tokens": 1, "dense_below": 0}
 
 
@@ -27,6 +47,7 @@ class EngineOptions:
     loops_per_step: int | None = (
         None  # bodies that a decode row goes through in one step; None: the whole model
     )
+    drafting: Drafting | None = None  # decode in rounds of self-speculation
     prefix_caching: bool = False  # keep full pages of prompts for later prompts that begin in the same way
     vocabulary: int | None = None  # ids of prompts are below it; None: not checked
     prefix_lm: bool = True  # the model's prompts may begin with tokens that see each other in both directions
@@ -38,9 +59,22 @@ class EngineOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.retention is not None and not 0 < self.retention[0] <= self.retention[1]:
             raise ValueError(f"retention={self.retention} must be (numerator, denominator) in (0, 1]")
+        if self.drafting is not None:
+            self._check_drafting()
+
+    def _check_drafting(self) -> None:
+        for name, off in (("async_steps", False), ("loops_per_step", None)):
+            value = getattr(self, name)
+            if value != off:
+                raise ValueError(
+                    f"{name}={value} cannot be combined with drafting={self.drafting}: a round ends with all its "
+                    f"tokens read; pass {name}={off}"
+                )
 
     def check_loops(self, loops: int) -> None:
-        """Raises ValueError unless a program whose body repeats `loops` times can run `loops_per_step` of them."""
+        """Raises ValueError unless a program whose body repeats `loops` times can run what these options ask for."""
+        if self.drafting is not None:
+            self._check_draft_loops(loops)
         asked = self.loops_per_step
         if asked is None:
             return
@@ -51,3 +85,26 @@ class EngineOptions:
             )
         if not 1 <= asked <= loops:
             raise ValueError(f"loops_per_step={asked} must be from 1 to the program's {loops} loops, or None")
+
+    def _check_draft_loops(self, loops: int) -> None:
+        assert self.drafting is not None
+        if loops == 1:
+            raise ValueError(
+                f"drafting={self.drafting} needs a program whose loop is rolled, and this one's is not; "
+                "compile with roll=True, or pass drafting=None"
+            )
+        if self.drafting.loops > loops:
+            raise ValueError(
+                f"drafting loops={self.drafting.loops} must be from 1 to the program's {loops} loops"
+            )
+        steps = -(-loops // self.drafting.loops)
+        if self.drafting.pipeline and self.drafting.rows != steps:
+            raise ValueError(
+                f"drafting rows={self.drafting.rows} must be {steps} in a pipeline: {loops} loops, "
+                f"{self.drafting.loops} in a step"
+            )
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of one request that may be under way at once."""
+        return 1 if self.drafting is None else self.drafting.rows

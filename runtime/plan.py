@@ -37,6 +37,7 @@ class Segment:
     lease: Lease | None = None
     wants_logits: bool = False  # the logits of the last row are needed
     loop: int = 0  # how many bodies the row has behind it
+    line: int = 0  # which of the rows of its sequence it is that are under way at once
 
     def __post_init__(self) -> None:
         if self.sparse and self.lease is None:
@@ -63,7 +64,7 @@ class RowPlan:
     """
 
     block_table: torch.Tensor  # int32 [1 + seats, pages]: the seat table's own; line 0 is page 0
-    packed: torch.Tensor  # int32 [7, T]: ROW_FIELDS, then the token
+    packed: torch.Tensor  # int32 [8, T]: ROW_FIELDS, then the token
     logit_rows: torch.Tensor  # int64 [n]: rows whose logits are needed, in the order of the segments
     kind: ProgramKind  # the program variant that runs it: what all active rows are, or "mixed"
     max_length: int  # visible keys of the longest row, known to the host
@@ -71,8 +72,9 @@ class RowPlan:
     chunks: tuple[Chunk, ...] = ()  # one per segment
     loops: int | None = None  # bodies to run from each row's depth on; None: the whole model, from its start
     depths: frozenset[int] = frozenset({0})  # row_loop of the active rows, known to the host
+    carry_lines: int = 0  # row_carry stays below it
 
-    ROW_FIELDS = ("row_seq", "row_position", "row_length", "row_loop", "row_slot", "row_mode")
+    ROW_FIELDS = ("row_seq", "row_position", "row_length", "row_loop", "row_slot", "row_mode", "row_carry")
 
     @property
     def rows(self) -> int:
@@ -110,9 +112,14 @@ class RowPlan:
         return self.packed[5]
 
     @property
+    def row_carry(self) -> torch.Tensor:
+        """int32 [T]: where what the row carries is kept between two runs; the lines of a seat are its own."""
+        return self.packed[6]
+
+    @property
     def token_ids(self) -> torch.Tensor:
         """int64 [T]"""
-        return self.packed[6].long()
+        return self.packed[7].long()
 
     @property
     def positions(self) -> torch.Tensor:
@@ -132,7 +139,11 @@ class RowPlan:
         tests.
         """
         _require(self.packed.dtype == torch.int32, "packed must be int32")
-        _require(self.packed.shape[0] == 7, f"packed must have 7 columns, it has {self.packed.shape[0]}")
+        columns = 1 + len(self.ROW_FIELDS)
+        _require(
+            self.packed.shape[0] == columns,
+            f"packed must have {columns} columns, it has {self.packed.shape[0]}",
+        )
         _require(bool((self.row_length >= 0).all()), "row_length must not be negative")
         _require(bool((self.token_ids >= 0).all()), "token_ids must not be negative")
         longest = int(self.row_length.max()) if self.rows else 0
@@ -158,6 +169,17 @@ class RowPlan:
         _require(not self.row_seq[~active].any(), "inactive rows must belong to the dummy sequence")
         depths = set(self.row_loop[active].tolist())
         _require(depths <= self.depths, f"row_loop holds {sorted(depths)}, depths={sorted(self.depths)}")
+        _require(
+            bool((self.row_carry % self.block_table.shape[0] == self.row_seq).all()),
+            "row_carry must be a line of the row's seat",
+        )
+        _require(
+            bool((self.row_carry < self.carry_lines).all()),
+            f"row_carry must stay in {self.carry_lines} lines",
+        )
+        carries = self.row_carry[active].tolist()
+        partial = self.loops is not None
+        _require(not partial or len(carries) == len(set(carries)), "two rows must not carry on one line")
         sparse = self.row_mode == CONSUME
         _require(bool((sparse == (self.row_slot > 0)).all()), "exactly the sparse rows must have a slot")
         _require(bool((self.row_slot < slots).all()), f"row_slot must stay in {slots} slots")
@@ -167,14 +189,26 @@ class RowPlan:
         )
 
 
+_COLUMNS = 1 + len(RowPlan.ROW_FIELDS)
+
+
 class PlanBuilder:
     """Builds plans on the host and puts them on the device of the seat table."""
 
     def __init__(self, seats: SeatTable) -> None:
         self.seats = seats
 
-    def build(self, segments: Sequence[Segment], pad_to: int = 0, loops: int | None = None) -> RowPlan:
-        """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all."""
+    def build(
+        self,
+        segments: Sequence[Segment],
+        pad_to: int = 0,
+        loops: int | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> RowPlan:
+        """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all.
+
+        tokens: those of all rows, int32 on the device, in place of the ones of the segments.
+        """
         columns: list[tuple[int, ...]] = []  # ROW_FIELDS, then the token
         logit_rows: list[int] = []
         chunks: list[Chunk] = []
@@ -182,13 +216,13 @@ class PlanBuilder:
             chunks.append(
                 Chunk(len(columns), len(segment.tokens), segment.seat, segment.start, segment.prefix_length)
             )
-            columns.extend(_rows_of(segment))
+            columns.extend(self._rows_of(segment))
             if segment.wants_logits:
                 logit_rows.append(len(columns) - 1)
-        columns.extend([(0,) * 7] * (pad_to - len(columns)))
+        columns.extend([(0,) * _COLUMNS] * (pad_to - len(columns)))
         return RowPlan(
             block_table=self.seats.block_table,
-            packed=self._pack(columns, any(FROM_DEVICE in segment.tokens for segment in segments)),
+            packed=self._pack(columns, any(FROM_DEVICE in segment.tokens for segment in segments), tokens),
             logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64, device="cpu")),
             kind=_kind(segments),
             max_length=max((row[2] for row in columns), default=0),
@@ -196,15 +230,27 @@ class PlanBuilder:
             chunks=tuple(chunks),
             loops=loops,
             depths=frozenset(segment.loop for segment in segments) or frozenset({0}),
+            carry_lines=self.seats.carry_lines,
         )
 
-    def _pack(self, columns: list[tuple[int, ...]], from_device: bool) -> torch.Tensor:
-        table = torch.tensor(columns, dtype=torch.int32, device="cpu").reshape(-1, 7)
+    def _rows_of(self, segment: Segment) -> Iterator[tuple[int, ...]]:
+        """The columns of each row: ROW_FIELDS, then the token."""
+        slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)
+        carry = self.seats.carry_line(segment.seat, segment.line)
+        for token, (position, length) in zip(segment.tokens, segment.rows(), strict=True):
+            yield segment.seat, position, length, segment.loop, slot, mode, carry, token
+
+    def _pack(
+        self, columns: list[tuple[int, ...]], from_device: bool, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        table = torch.tensor(columns, dtype=torch.int32, device="cpu").reshape(-1, _COLUMNS)
         # A copy, so that the strides are those of a fresh tensor for one row too: compiled pieces are particular.
         packed = self._put(table.t().clone(memory_format=torch.contiguous_format))
-        if from_device:
+        if tokens is not None:
+            packed[-1].copy_(tokens)
+        elif from_device:
             known = self.seats.last_token[packed[0]].to(torch.int32)
-            packed[6] = torch.where(packed[6] == FROM_DEVICE, known, packed[6])
+            packed[-1] = torch.where(packed[-1] == FROM_DEVICE, known, packed[-1])
         return packed
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -212,26 +258,26 @@ class PlanBuilder:
 
 
 def padding_plan(
-    block_table: torch.Tensor, rows: int, kind: ProgramKind, max_length: int = 0, loops: int | None = None
+    block_table: torch.Tensor,
+    rows: int,
+    kind: ProgramKind,
+    max_length: int = 0,
+    loops: int | None = None,
+    carry_lines: int | None = None,
+    heads: bool = True,
 ) -> RowPlan:
-    """A plan of inactive rows, each with logits: to compile and to capture over."""
+    """A plan of inactive rows, each with logits unless `heads` is off: to compile and to capture over."""
     device = block_table.device
     return RowPlan(
         block_table=block_table,
-        packed=torch.zeros(7, rows, dtype=torch.int32, device=device),
-        logit_rows=torch.arange(rows, device=device),
+        packed=torch.zeros(_COLUMNS, rows, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(rows if heads else 0, device=device),
         kind=kind,
         max_length=max_length,
         leases=(),
         loops=loops,
+        carry_lines=carry_lines or block_table.shape[0],
     )
-
-
-def _rows_of(segment: Segment) -> Iterator[tuple[int, ...]]:
-    """(row_seq, row_position, row_length, row_loop, row_slot, row_mode, token) of each row."""
-    slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)
-    for token, (position, length) in zip(segment.tokens, segment.rows(), strict=True):
-        yield segment.seat, position, length, segment.loop, slot, mode, token
 
 
 def _kind(segments: Sequence[Segment]) -> ProgramKind:

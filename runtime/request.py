@@ -13,6 +13,7 @@ from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import to_device
 
 if TYPE_CHECKING:
+    from sparse_compile.runtime.pipelines import Flight
     from sparse_compile.runtime.suspension import Saved
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
@@ -26,8 +27,10 @@ NO_TOKEN = -1  # the token of an output that carries none: an abort or an error
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    With asynchronous steps the processor is asked before the host knows the last tokens (they are in `ids`, on the
-    device), and once more than needed for a request that ends early; what it then chooses is dropped.
+    With speculation, processors are asked at drafted positions too, twice for some, and once more when a round fails:
+    they must depend on nothing but what they are given. With asynchronous steps the processor is asked before the host
+    knows the last tokens (they are in `ids`, on the device), and once more than needed for a request that ends early;
+    what it then chooses is dropped.
     """
 
     max_new_tokens: int  # at least 1
@@ -73,8 +76,17 @@ class RequestMetrics:
     keys_dense: int = 0
     decode_keys_read: int = 0  # the rows of generated tokens alone
     decode_keys_dense: int = 0
+    rounds: int = 0  # of speculation: blocks that were verified
+    drafted_tokens: int = 0  # that a draft head proposed
+    accepted_tokens: int = 0  # drafted tokens that verification confirmed
+    round_tokens: int = 0  # tokens that came out of rounds
     cached_tokens: int = 0  # of the prompt, found in cached pages
     preemptions: int = 0  # how often the engine suspended it, for memory or for a higher priority
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per round of speculation; None without one."""
+        return self.round_tokens / self.rounds if self.rounds else None
 
 
 @dataclass
@@ -120,11 +132,13 @@ class Request:
     ending: bool = False  # its error is on the way out: no more rows
     computed: int = 0
     loop: int = 0
+    pace: float | None = None  # tokens per round of speculation, of late
+    flight: Flight | None = None  # its rows in a pipeline
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
     chain: int | None = None  # of its pages in the page cache; None: they are not filed
     filed: int = 0  # pages of the prompt that are in that chain
-    lease: Lease | None = None
+    leases: list[Lease] = field(default_factory=list)  # one for each row that may be under way at once
     saved: Saved | None = None  # while it is suspended
     length: int = field(init=False)
     _ids: torch.Tensor | None = None
@@ -185,8 +199,12 @@ class Request:
             self._ids[0, : len(self.tokens)] = to_device(known, device)
         return self._ids[:, :length]
 
-    def sampled(self, token: torch.Tensor) -> None:
-        """A token has been chosen on the device: int64 [1]."""
+    def sampled(self, tokens: torch.Tensor) -> None:
+        """Tokens have been chosen on the device: int64 [n]."""
+        self.note(tokens, self.length)
+        self.length += tokens.shape[0]
+
+    def note(self, tokens: torch.Tensor, at: int) -> None:
+        """Puts tokens, int64 [n], behind the first `at` ids, for processors and stop rules."""
         if self.params.needs_ids:
-            self.ids(token.device, self.length + 1)[0, self.length :].copy_(token)
-        self.length += 1
+            self.ids(tokens.device, at + tokens.shape[0])[0, at:].copy_(tokens)

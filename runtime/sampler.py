@@ -22,6 +22,12 @@ class Drawn:
     logprobs: torch.Tensor
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see `choose`
     errors: dict[int, Exception] = field(default_factory=dict)
+    flags: torch.Tensor | None = None  # [n], 0 or 1, for the reader; speculation says what they mean
+
+    def put(self, row: int, token: torch.Tensor, logs: torch.Tensor) -> None:
+        """Replaces the choice of a row. token: int64 [1]; logs: its log-probabilities, [1, vocab]."""
+        self.tokens[row : row + 1].copy_(token)
+        self.logprobs[row : row + 1].copy_(logs.gather(1, token[None])[0])
 
 
 def largest(logits: torch.Tensor) -> Drawn:
@@ -42,33 +48,35 @@ def choose(drawn: Drawn, logits: torch.Tensor, requests: Sequence[Request]) -> N
         if not params.own_choice and not params.keeps_scores:
             continue
         try:
-            scores = _to_scores(logits[row : row + 1])
-            if params.needs_ids:
-                request.ids(scores.device, request.length)
+            scores = processed(request, logits[row : row + 1], request.length)
             if params.own_choice:
-                scores = _choose(scores, request, drawn, row)
+                logs = scores.log_softmax(dim=-1)
+                token = draw(logs.exp(), params.generator) if params.do_sample else best(logs)
+                drawn.put(row, token[0], logs)
             if params.keeps_scores:
                 drawn.kept[row] = logits[row].clone(), scores[0].clone()
         except Exception as error:
             drawn.errors[row] = error
 
 
+def processed(request: Request, logits: torch.Tensor, length: int) -> torch.Tensor:
+    """The scores of one row, [1, vocab], behind the first `length` ids of its request."""
+    scores, params = _to_scores(logits), request.params
+    if params.needs_ids:
+        request.ids(scores.device, length)
+    if params.processor is None:
+        return scores
+    # A processor may write in place, and the raw logits may still be wanted.
+    return _checked_scores(params.processor(request.ids(scores.device, length), scores.clone()), scores)
+
+
+def best(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 1]: the largest of each row."""
+    return scores.argmax(dim=-1, keepdim=True)
+
+
 def _to_scores(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-
-
-def _choose(scores: torch.Tensor, request: Request, drawn: Drawn, row: int) -> torch.Tensor:
-    """Replaces the token of `row` by the request's own choice; the processed scores, [1, vocab]."""
-    params = request.params
-    if params.processor is not None:
-        # A processor may write in place, and the raw logits may still be wanted.
-        ids = request.ids(scores.device, request.length)
-        scores = _checked_scores(params.processor(ids, scores.clone()), scores)
-    logs = scores.log_softmax(dim=-1)
-    token = draw(logs.exp(), params.generator) if params.do_sample else scores.argmax(dim=-1, keepdim=True)
-    drawn.tokens[row : row + 1].copy_(token[0])
-    drawn.logprobs[row : row + 1].copy_(logs.gather(1, token)[0])
-    return scores
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

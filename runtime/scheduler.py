@@ -17,7 +17,8 @@ then there is a next one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,8 +133,18 @@ class Scheduler:
         for request in self._in_order():
             # What comes first may suspend what comes later, and reading tokens may end any of them.
             if request.decoding and self._can_grow(request):
-                works.append(Work(request, 1))
+                works.append(Work(request, self._decode_count(request)))
         return works
+
+    def _decode_count(self, request: Request) -> int:
+        """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
+        drafting = self.options.drafting
+        if drafting is None or drafting.pipeline:
+            return 1
+        rows = min(drafting.rows, request.max_length - request.length)
+        if drafting.adaptive and request.pace is not None:
+            rows = min(rows, math.ceil(request.pace) + 1)
+        return rows
 
     def _prompt_chunks(self) -> list[Work]:
         works, left = [], self.options.max_prefill_tokens
@@ -153,10 +164,10 @@ class Scheduler:
 
     def segment(self, work: Work) -> Segment:
         """The rows of `work`; a sparse one that begins takes a new incarnation of the request's lease."""
-        request, start, store = work.request, work.request.computed, self.holdings.store
-        decode, sparse = request.decoding, self._is_sparse(request)
-        if sparse and not request.loop and request.lease is not None and store is not None:
-            request.lease = store.renew(request.lease, start)
+        request, start = work.request, work.request.computed
+        decode, sparse = request.decoding, self._is_sparse(request, start)
+        if sparse and not request.loop:
+            self.renew([(request, 0, start)])
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -166,16 +177,53 @@ class Scheduler:
             prefix_length=request.params.prefix_length,
             decode=decode,
             sparse=sparse,
-            lease=request.lease if sparse else None,
+            lease=request.leases[0] if sparse else None,
             wants_logits=request.loop + step >= self.loops
             if decode
             else start + work.rows == request.prompt_length,
             loop=request.loop,
         )
 
-    def _is_sparse(self, request: Request) -> bool:
+    def blocks(self, works: Sequence[Work]) -> list[list[Segment]]:
+        """The rows of a block of each request, under new incarnations of its leases; unknown tokens are FROM_DEVICE."""
+        self.renew([(w.request, line, w.request.computed + line) for w in works for line in range(w.rows)])
+        return [
+            [
+                self.row(work.request, work.request.computed + line, line, wants_logits=line + 1 < work.rows)
+                for line in range(work.rows)
+            ]
+            for work in works
+        ]
+
+    def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
+        """A row of a request that has several under way, at position `at`, under its present lease."""
+        sparse = self._is_sparse(request, at)
+        return Segment(
+            tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
+            start=at,
+            seat=request.seat,
+            prefix_length=request.params.prefix_length,
+            decode=True,
+            sparse=sparse,
+            lease=request.leases[line] if sparse else None,
+            wants_logits=wants_logits,
+            loop=loop,
+            line=line,
+        )
+
+    def renew(self, rows: Sequence[tuple[Request, int, int]]) -> None:
+        """New incarnations of leases. rows: (request, line, position of the row that it is for)."""
+        store = self.holdings.store
+        if store is None:
+            return
+        leases = [request.leases[line] for request, line, _ in rows]
+        renewed = store.renew_all(leases, [position for _, _, position in rows])
+        for (request, line, _), lease in zip(rows, renewed, strict=True):
+            request.leases[line] = lease
+
+    def _is_sparse(self, request: Request, position: int) -> bool:
         enabled = self.holdings.store is not None and self.options.retention is not None
-        return enabled and request.decoding and request.computed + 1 >= self.options.dense_below
+        return enabled and request.decoding and position + 1 >= self.options.dense_below
 
     # ------------------------------------------------------------------ admission
 

@@ -18,14 +18,17 @@ class OutOfSeats(RuntimeError):  # noqa: N818 (an event of scheduling, not a mis
 class SeatTable:
     """`block_table` int32 [1 + seats, pages of the longest sequence] and `last_token` int64 [1 + seats].
 
+    lines: rows of one seat that may be under way at once, each with a line of its own for what it carries.
+
     last_token holds the newest sampled token of each seat, so that the next step can be submitted before the host has
     read it. Work is stream-ordered: a line that is rewritten is seen by later steps only.
     """
 
-    def __init__(self, seats: int, max_pages: int, device: torch.device | str) -> None:
+    def __init__(self, seats: int, max_pages: int, device: torch.device | str, lines: int = 1) -> None:
         if seats < 1 or max_pages < 1:
             raise ValueError(f"seats={seats} and max_pages={max_pages} must be at least 1")
         self.seats, self.max_pages = seats, max_pages
+        self.carry_lines = lines * (1 + seats)  # lines 0, 1 + seats, ... belong to the dummy
         self.block_table = torch.zeros(1 + seats, max_pages, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(1 + seats, dtype=torch.int64, device=device)
         self.device = self.block_table.device
@@ -34,6 +37,10 @@ class SeatTable:
     @property
     def free_seats(self) -> int:
         return len(self._free)
+
+    def carry_line(self, seat: int, line: int) -> int:
+        """Where the `line`-th of the rows of `seat` keeps what it carries."""
+        return seat + line * (1 + self.seats)
 
     def take(self, pages: Sequence[int]) -> int:
         """A free seat whose line holds `pages`. Raises OutOfSeats when there is none."""

@@ -3,65 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_compile.runtime.fences import CudaFence, Fence, ImmediateFence
 from sparse_compile.runtime.kv_pool import KVPool
+from sparse_compile.runtime.pipelines import Pipelines
 from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
-from sparse_compile.runtime.sampler import Drawn, choose, largest
+from sparse_compile.runtime.results import Batch, Entry, TokenReader
+from sparse_compile.runtime.sampler import choose, largest
 from sparse_compile.runtime.scheduler import Scheduler, Work
+from sparse_compile.runtime.speculation import Rounds, check_logits
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor
 
 
 _LOG = logging.getLogger(__name__)
-
-
-class TokenReader:
-    """Tokens and log-probabilities on their way to the host. On CUDA they go into page-locked memory, and only `read`
-    waits: for the event behind the copy, not for what was submitted after it.
-    """
-
-    def __init__(self, drawn: Drawn) -> None:
-        self.drawn = drawn
-        values = torch.stack((drawn.tokens.double(), drawn.logprobs.double()))  # exact below 2**53
-        self._fence: Fence = ImmediateFence()
-        if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
-            self._fence = CudaFence(torch.cuda.current_stream(drawn.tokens.device))
-        self._values = values
-
-    def read(self, row: int) -> tuple[int, float]:
-        """(token, logprob) of a row."""
-        self._fence.wait()
-        return int(self._values[0, row]), float(self._values[1, row])
-
-
-@dataclass
-class Entry:
-    """What a step has for one request: a token to read, or the error that ends it."""
-
-    request: Request
-    segment: Segment | None = None  # the row that the token is from
-    reader: TokenReader | None = None
-    row: int = 0  # of the reader
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The results of a step that are not read yet."""
-
-    entries: deque[Entry]
 
 
 class StepRunner:
@@ -82,6 +45,10 @@ class StepRunner:
         self.executor, self.pool, self.store, self.scheduler = executor, pool, store, scheduler
         self.options = scheduler.options
         self.plans = PlanBuilder(scheduler.holdings.seats)
+        self.rounds: Rounds | Pipelines | None = None
+        if self.options.drafting is not None:
+            kind = Pipelines if self.options.drafting.pipeline else Rounds
+            self.rounds = kind(executor, store, scheduler, self.plans, self._check)
         self.failed_runs = 0
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
@@ -91,39 +58,58 @@ class StepRunner:
         works = [work for work in works if work.request.state is RequestState.RUNNING]
         if not works:
             return
-        segments = [self.scheduler.segment(work) for work in works]
+        if self.rounds is not None and works[0].request.decoding:
+            rounds = self.rounds
+            self._guarded(
+                works,
+                batch,
+                partial(rounds.run, works, batch),
+                lambda work: rounds.run([work], batch),
+            )
+            return
+        segments = {work.request.id: self.scheduler.segment(work) for work in works}
         try:
-            try:
-                self._attempt(works, segments, batch)
-            except Exception as error:
-                self.failed_runs += 1
-                _LOG.warning("a run of %d requests failed, each runs again alone: %r", len(works), error)
-                self._isolate(works, segments, batch)
+            self._guarded(
+                works,
+                batch,
+                partial(self._attempt, works, list(segments.values()), batch),
+                lambda work: self._again(work, segments[work.request.id], batch),
+            )
         except BaseException:
             for work in works:
                 work.request.loop = 0
             raise
 
-    def _isolate(self, works: Sequence[Work], segments: Sequence[Segment], batch: Batch) -> None:
-        for work, segment in zip(works, segments, strict=True):
-            request = work.request
-            if request.state is not RequestState.RUNNING or request.ending:
-                continue
-            failure = self._alone(work, segment, batch)
-            if failure is not None and not request.ending:
+    def _guarded(
+        self, works: Sequence[Work], batch: Batch, together: Callable[[], None], alone: Callable[[Work], None]
+    ) -> None:
+        """Runs all of `works` together and, if that fails, each alone; what then fails ends its request."""
+        try:
+            together()
+        except Exception as error:
+            self.failed_runs += 1
+            _LOG.warning("a run of %d requests failed, each runs again alone: %r", len(works), error)
+            for work in works:
+                self._isolate(work, alone, batch)
+
+    @staticmethod
+    def _isolate(work: Work, alone: Callable[[Work], None], batch: Batch) -> None:
+        request = work.request
+        if request.state is not RequestState.RUNNING or request.ending:
+            return
+        try:
+            alone(work)
+        except Exception as failure:
+            if not request.ending:
                 request.ending = True
                 batch.entries.append(Entry(request, error=failure))
 
-    def _alone(self, work: Work, segment: Segment, batch: Batch) -> Exception | None:
-        """Runs the rows of one request again, from the first loop on; what they raise."""
+    def _again(self, work: Work, segment: Segment, batch: Batch) -> None:
+        """The rows of one request once more, from the first loop on."""
         step = self.options.loops_per_step or 1
-        try:
-            for loop in range(0, segment.loop, step):
-                self._submit([replace(segment, loop=loop, wants_logits=False)])
-            self._attempt([work], [segment], batch)
-        except Exception as error:
-            return error
-        return None
+        for loop in range(0, segment.loop, step):
+            self._submit([replace(segment, loop=loop, wants_logits=False)])
+        self._attempt([work], [segment], batch)
 
     def _attempt(self, works: Sequence[Work], segments: Sequence[Segment], batch: Batch) -> None:
         plan, logits = self._submit(segments)
@@ -144,18 +130,19 @@ class StepRunner:
     def _submit(self, segments: Sequence[Segment]) -> tuple[RowPlan, torch.Tensor]:
         decode = segments[0].decode
         plan = self.plans.build(segments, loops=self.options.loops_per_step if decode else None)
+        self._check(plan)
+        logits = self.executor.decode(plan) if decode else self.executor.prefill(plan)
+        check_logits(logits, plan)
+        if self.store is not None:
+            self.store.captured(lease for s in segments if s.wants_logits and s.sparse and (lease := s.lease))
+        return plan, logits
+
+    def _check(self, plan: RowPlan) -> None:
+        """What a plan must satisfy before it runs."""
         if self.options.debug:
             plan.validate(self.pool.spec.page_size, self.pool.pages, self.store.slots if self.store else 1)
         if self.store is not None:
             self.store.check(plan.leases)
-        logits = self.executor.decode(plan) if decode else self.executor.prefill(plan)
-        if logits.dim() != 2 or logits.shape[0] != plan.logit_rows.shape[0]:
-            raise RuntimeError(
-                f"the executor gave logits {tuple(logits.shape)} for {plan.logit_rows.shape[0]} rows"
-            )
-        if self.store is not None:
-            self.store.captured(lease for s in segments if s.wants_logits and s.sparse and (lease := s.lease))
-        return plan, logits
 
     def _sample(
         self, plan: RowPlan, logits: torch.Tensor, requests: list[Request], batch: Batch

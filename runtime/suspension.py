@@ -52,6 +52,8 @@ class Suspension:
         """RUNNING -> SUSPENDED, resident."""
         assert len(request.tokens) == request.length, "a token is still on its way"
         carried = self.executor.save(request.seat) if request.loop else ()
+        if request.flight is not None:
+            request.flight.afloat = False  # its rows will be run again
         request.saved = Saved(carried)
         self.holdings.leave_seat(request)
         request.state = RequestState.SUSPENDED
@@ -65,8 +67,8 @@ class Suspension:
         used = request.computed + 1 if request.loop else request.computed
         pages = request.pages[: self.holdings.pool.spec.pages_for(used)]
         slot: tuple[torch.Tensor, ...] = ()
-        if request.loop and store is not None and request.lease is not None:
-            slot = tuple(to_host(tensor) for tensor in store.contents(request.lease))
+        if request.loop and store is not None and request.leases:
+            slot = tuple(to_host(tensor) for tensor in store.contents(request.leases[0]))
         request.saved = Saved(
             tuple(to_host(tensor) for tensor in saved.carried), save_pages(self.holdings.pool, pages), slot
         )
@@ -79,8 +81,8 @@ class Suspension:
         self.holdings.admit(request)
         if saved.pages is not None:
             load_pages(self.holdings.pool, request.pages, saved.pages)
-        if saved.slot and self.holdings.store is not None and request.lease is not None:
-            self.holdings.store.fill(request.lease, saved.slot)
+        if saved.slot and self.holdings.store is not None and request.leases:
+            self.holdings.store.fill(request.leases[0], saved.slot)
         if request.loop:
             self.executor.load(request.seat, saved.carried)
         request.saved = None

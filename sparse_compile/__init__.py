@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Engine
     from sparse_compile.runtime.metrics import EngineMetrics
     from sparse_compile.runtime.request import RequestMetrics, SamplingParams, StepOutput
+    from sparse_compile.speculation import SpeculationConfig
     from sparse_compile.streaming import StreamItem
 
     __version__: str
@@ -46,6 +47,7 @@ _EXPORTS = {
     "RequestMetrics": "sparse_compile.runtime.request",
     "SamplingParams": "sparse_compile.runtime.request",
     "StepOutput": "sparse_compile.runtime.request",
+    "SpeculationConfig": "sparse_compile.speculation",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "SamplingParams",
     "SparseCompileError",
     "SparseConfig",
+    "SpeculationConfig",
     "StaleModelError",
     "StepOutput",
     "StreamItem",

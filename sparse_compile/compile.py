@@ -28,9 +28,10 @@ from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
 from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.kv_pool import KVPool
-from sparse_compile.runtime.memory import check_fits, store_slots
+from sparse_compile.runtime.memory import check_fits
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.reference_store import ReferenceStore
+from sparse_compile.speculation import Speculation, SpeculationConfig, check_speculation, chosen
 from sparse_compile.validation import check_rotary, validate_program
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
     check_loops(config, program)
+    check_speculation(config.speculation, program, config.loops_per_step, config.async_steps)
     config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
@@ -150,7 +152,11 @@ class EngineFactory:
         self.model, self.config, self.program = model, config, program
         self.compiler = PieceCompiler(bool(config.inductor))
 
-    def sizes(self) -> PoolSizes:
+    @property
+    def bodies(self) -> int:
+        return self.program.roll.repeats if self.program.roll is not None else 1
+
+    def sizes(self, speculation: SpeculationConfig | None = None) -> PoolSizes:
         retention = self.program.retention
         return PoolSizes(
             self.program.sites,
@@ -158,24 +164,38 @@ class EngineFactory:
             self.config.key_bucket,
             self.config.page_size,
             self.model.dtype,
+            speculation.rows(self.bodies) if speculation is not None else 1,
         )
 
-    def check_memory(self, rows: int, context: int, pool_tokens: int | None = None) -> None:
+    def check_memory(
+        self, rows: int, context: int, pool_tokens: int | None = None, speculation: Speculation = None
+    ) -> None:
         """Raise ValueError, naming the settings, when pool and store do not fit into free memory."""
         settings: dict[str, Any] = {"max_batch": rows, "max_context": context}
         if pool_tokens is not None:
             settings["pool_tokens"] = pool_tokens
         if self.program.sparse:
             settings["key_retention"] = self.config.key_retention
-        check_fits(self.sizes().needs(rows, context, pool_tokens), self.model.device, settings)
+        asked = chosen(speculation, self.config.speculation)
+        if self.program.sparse and asked is not None:
+            settings["speculation"] = asked
+        check_fits(self.sizes(asked).needs(rows, context, pool_tokens), self.model.device, settings)
 
-    def __call__(self, rows: int, context: int, pool_tokens: int | None = None) -> Engine:
-        """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need."""
-        self.check_memory(rows, context, pool_tokens)
+    def __call__(
+        self, rows: int, context: int, pool_tokens: int | None = None, speculation: Speculation = None
+    ) -> Engine:
+        """pool_tokens: tokens that all sequences hold together; None: as many as they may ever need.
+
+        Raises ArgumentError when the program cannot draft as `speculation` says, ValueError when it does not fit.
+        """
+        self.check_memory(rows, context, pool_tokens, speculation)
+        asked = chosen(speculation, self.config.speculation)
+        # Steps that are asynchronous by default become synchronous; those of a config that says so are refused before.
+        check_speculation(asked, self.program, self.config.loops_per_step, None)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
-            return self._make(rows, context, pool_tokens)
+            return self._make(rows, context, pool_tokens, asked)
 
-    def options(self, rows: int, context: int) -> EngineOptions:
+    def options(self, rows: int, context: int, speculation: SpeculationConfig | None) -> EngineOptions:
         """Limits of an engine of this size, by the config."""
         config, retention = self.config, self.program.retention
         assert config.prefill_chunk is not None
@@ -188,19 +208,22 @@ class EngineFactory:
             dense_below=config.dense_below,
             sites=self.program.sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
-            async_steps=bool(config.async_steps),
+            async_steps=bool(config.async_steps) and speculation is None,
+            drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,
             vocabulary=vocabulary_size(self.model),
             prefix_lm=getattr(self.model.config, "prefix_lm", False) is True,
         )
 
-    def _make(self, rows: int, context: int, pool_tokens: int | None) -> Engine:
-        sizes, device = self.sizes(), self.model.device
+    def _make(
+        self, rows: int, context: int, pool_tokens: int | None, speculation: SpeculationConfig | None
+    ) -> Engine:
+        sizes, device = self.sizes(speculation), self.model.device
         spec = sizes.kv_spec()
         pool = KVPool(spec, sizes.pages(rows, context, pool_tokens), device)
         store_spec = sizes.store_spec(context)
-        store = ReferenceStore(store_spec, store_slots(rows), device) if store_spec is not None else None
+        store = ReferenceStore(store_spec, sizes.slots(rows), device) if store_spec is not None else None
         executor = Executor(self.program, pool, store, self.compiler)
         runner = GraphExecutor(executor, spec.page_size) if self.config.cuda_graphs else executor
-        return Engine(runner, pool, store, self.options(rows, context))
+        return Engine(runner, pool, store, self.options(rows, context, speculation))

@@ -17,6 +17,7 @@ from sparse_compile.limits import check_context, check_positions, check_size, po
 from sparse_compile.progress import ProgressCallback
 from sparse_compile.report import DEFAULT_CONTEXTS, Report, build_report
 from sparse_compile.session import MakeEngine, SessionKeeper
+from sparse_compile.speculation import check_speculation, chosen
 from sparse_compile.streaming import StreamItem
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class CompiledModel:
         streamer: Any = None,
         tokenizer: Any = None,
         seed: Any = None,
+        speculation: Any = None,
         progress: Any = None,
         **kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
@@ -91,6 +93,8 @@ class CompiledModel:
         tokenizer: for stop_strings.
         seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it
             torch's global generator decides.
+        speculation: a `SpeculationConfig` for this call, False for none; without it the option of the same name. An
+            engine belongs to one: a call with another one makes a new engine.
         progress: overrides the option of the same name; a callable is given (done, total) tokens. Beside a
             streamer nothing is shown unless it is asked for here.
 
@@ -109,6 +113,7 @@ class CompiledModel:
             prefix_allowed_tokens_fn,
             tokenizer=tokenizer,
             seed=seed,
+            speculation=speculation,
             **kwargs,
         )
         return run_generate(self._keeper, call, streamer, progress)
@@ -155,6 +160,8 @@ class CompiledModel:
         self._state.check()
         refuse_autocast(self.device)
         call = prepare_call(self.model, *args, **kwargs)
+        asked = chosen(call.speculation, self.sparse_config.speculation)
+        check_speculation(asked, self.program, self.sparse_config.loops_per_step, None)
         self._keeper.check(call.rows, call.context)
         check_positions(self.model, call.longest_prompt, call.new_tokens)
         return call

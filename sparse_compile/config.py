@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import operator
 import sys
 import warnings
 from dataclasses import dataclass, fields, replace
@@ -12,7 +11,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from sparse_compile.errors import ArgumentError
+from sparse_compile.errors import ArgumentError, whole_number
+from sparse_compile.speculation import SpeculationConfig, chosen
 
 # What None means. On CUDA rows below some length gain nothing from sparse attention (benchmarks/attention.py), and the
 # weights should be read once for as many prompt tokens as memory allows.
@@ -56,6 +56,8 @@ class SparseConfig:
     async_steps: submit a step before the tokens of the last one are read; None = on CUDA. The tokens are the same.
     loops_per_step: loops that one step takes a generated token through, so that tokens at several depths share a batch;
         None = all of them. Needs a loop that is rolled. The tokens are the same.
+    speculation: a `SpeculationConfig`: the model drafts tokens with its first loops and verifies several at once;
+        None = not. The tokens are the same, those of sampling in distribution.
     prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
@@ -79,6 +81,7 @@ class SparseConfig:
     prefill_chunk: int | None = None
     async_steps: bool | None = None
     loops_per_step: int | None = None
+    speculation: SpeculationConfig | None = None
     prefix_caching: bool = False
     roll: bool = True
     merge_linears: bool | str = "auto"
@@ -97,6 +100,7 @@ class SparseConfig:
         for name in ("recapture_every", "max_context", "max_batch", "loops_per_step", "prefill_chunk"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
+        chosen(self.speculation, None)
         for name in ("enabled", "validate", "roll", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
@@ -119,16 +123,8 @@ class SparseConfig:
             )
 
     def _check_int(self, name: str, least: int, expected: str | None = None) -> None:
-        """Check one integer option and store it as a plain int (numpy integers come in too; bools do not)."""
-        given = getattr(self, name)
-        try:
-            value = None if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            value = None
-        if value is None or value < least:
-            limit = f"must be {expected or f'an integer >= {least}'}"
-            raise ArgumentError(name, given, limit, f"pass for example {name}={max(least, 1)}")
-        object.__setattr__(self, name, value)
+        """Check one integer option and store it as a plain int."""
+        object.__setattr__(self, name, whole_number(name, getattr(self, name), least, expected))
 
     @property
     def retention(self) -> Fraction:
@@ -138,6 +134,8 @@ class SparseConfig:
     def for_device(self, kind: str) -> SparseConfig:
         """The same with every None that stands for a choice by device decided, for a device type such as "cuda"."""
         choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
+        if self.speculation is not None:
+            choices = choices | {"async_steps": False}
         return replace(
             self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
         )

@@ -6,6 +6,8 @@ Every message about a value names the argument, the value, the limit and the rem
 
 from __future__ import annotations
 
+import operator
+
 _LONGEST_VALUE = 80
 
 
@@ -30,6 +32,18 @@ class ArgumentError(SparseCompileError, ValueError):
 
     def __str__(self) -> str:
         return limit_message(self.argument, self.value, self.limit, self.remedy)
+
+
+def whole_number(name: str, given: object, least: int, expected: str | None = None) -> int:
+    """An integer option as a plain int (numpy integers come in too; bools do not), or an ArgumentError."""
+    try:
+        value = None if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        value = None
+    if value is None or value < least:
+        limit = f"must be {expected or f'an integer >= {least}'}"
+        raise ArgumentError(name, given, limit, f"pass for example {name}={max(least, 1)}")
+    return value
 
 
 class StaleModelError(SparseCompileError, RuntimeError):

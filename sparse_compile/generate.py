@@ -18,6 +18,7 @@ from sparse_compile.progress import ProgressCallback, WorkProgress
 from sparse_compile.runtime.request import StepOutput
 from sparse_compile.sampling import Callbacks, Resolved, build_params, plan_lengths, resolve
 from sparse_compile.session import EngineRequest, SessionKeeper
+from sparse_compile.speculation import Speculation
 from sparse_compile.streaming import IncrementalText, Streamer, StreamItem, check_streamer
 
 INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
@@ -32,6 +33,7 @@ class Call:
     settings: Any
     pad_token_id: int | None
     tokenizer: Any = field(default=None, repr=False)
+    speculation: Speculation = None
 
     @property
     def keep_scores(self) -> bool:
@@ -74,6 +76,7 @@ def prepare_call(
     *,
     tokenizer: Any = None,
     seed: Any = None,
+    speculation: Any = None,
     **kwargs: Any,
 ) -> Call:
     """Check the arguments of one call and turn its rows into engine requests. Arguments as in
@@ -104,7 +107,7 @@ def prepare_call(
     )
     _check_padding(resolved, callbacks, len(params))
     requests = [EngineRequest(tokens, one) for tokens, one in zip(prompts.tokens, params, strict=True)]
-    return Call(prompts, requests, resolved.settings, resolved.pad_token_id, tokenizer)
+    return Call(prompts, requests, resolved.settings, resolved.pad_token_id, tokenizer, speculation)
 
 
 def run_generate(
@@ -130,7 +133,7 @@ def run_generate(
 def run_stream(keeper: SessionKeeper, call: Call) -> Iterator[StreamItem]:
     """Yield the tokens of a checked call; closing the iterator ends its requests."""
     texts = [IncrementalText(call.tokenizer) for _ in call.requests] if call.tokenizer is not None else None
-    outputs = keeper.session(call.rows, call.context).run(call.requests)
+    outputs = keeper.session(call.rows, call.context, call.speculation).run(call.requests)
     try:
         for row, output in outputs:
             text = texts[row].push(output.token, output.finished) if texts is not None else None
@@ -143,7 +146,7 @@ def _collect(
     keeper: SessionKeeper, call: Call, streamer: Streamer | None, progress: bool | ProgressCallback | None
 ) -> list[RowResult]:
     rows = [RowResult() for _ in call.requests]
-    outputs = keeper.session(call.rows, call.context).run(call.requests)
+    outputs = keeper.session(call.rows, call.context, call.speculation).run(call.requests)
     try:
         if streamer is not None:
             streamer.put(call.prompts.input_ids.cpu())

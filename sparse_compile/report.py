@@ -203,7 +203,8 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     if not context:
         return {}
     retention = (program.retention.numerator, program.retention.denominator)
-    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype)
+    rows = config.speculation.rows(program.loops) if config.speculation is not None else 1
+    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, rows)
     tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
     needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}

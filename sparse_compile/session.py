@@ -14,13 +14,14 @@ import torch
 from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.progress import ProgressCallback, WorkProgress
+from sparse_compile.speculation import Speculation, SpeculationConfig, chosen
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Engine
     from sparse_compile.runtime.plan import ProgramKind
     from sparse_compile.runtime.request import SamplingParams, StepOutput
 
-MakeEngine = Callable[..., "Engine"]  # (rows, context, pool_tokens=None)
+MakeEngine = Callable[..., "Engine"]  # (rows, context, pool_tokens=None, speculation=None)
 
 # When a call needs more rows or more context than the engine has, both grow, unless that would reserve more
 # than this times the memory that the larger of the two calls needs by itself.
@@ -36,10 +37,12 @@ class EngineRequest:
 
 
 class Session:
-    """An engine with the size it was made for. Its outputs are sorted into one mailbox per live request."""
+    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request."""
 
-    def __init__(self, engine: Engine, rows: int, context: int) -> None:
-        self.engine, self.rows, self.context = engine, rows, context
+    def __init__(
+        self, engine: Engine, rows: int, context: int, speculation: SpeculationConfig | None = None
+    ) -> None:
+        self.engine, self.rows, self.context, self.speculation = engine, rows, context, speculation
         self._mail: dict[str, deque[StepOutput]] = {}
         self._lock = threading.RLock()
 
@@ -75,7 +78,8 @@ class Session:
         if options.retention is not None:
             kinds += ["sparse", "mixed"] if options.dense_below else ["sparse"]
         with self._lock, _plain_tensors():
-            steps = self.engine.executor.warm_up(range(1, self.rows + 1), seats.block_table, kinds)
+            rows = range(1, self.rows + 1)
+            steps = self.engine.executor.warm_up(rows, seats.block_table, kinds, options.drafting)
             with WorkProgress(len(steps), progress, verb="warming up", unit="steps") as bar:
                 for step in steps:
                     step()
@@ -150,27 +154,33 @@ class SessionKeeper:
                 f"compile with max_context={context} or more, or shorten the prompt or max_new_tokens",
             )
 
-    def session(self, rows: int, context: int) -> Session:
-        """A session with room for `rows` sequences of `context` tokens (ValueError beyond a fixed limit)."""
+    def session(self, rows: int, context: int, speculation: Speculation = None) -> Session:
+        """A session with room for `rows` sequences of `context` tokens (ValueError beyond a fixed limit).
+
+        With another speculation than the present one's a new session takes its place.
+        """
         self.check(rows, context)
+        asked = chosen(speculation, self._config.speculation)
         with self._lock:
             present = self._session
-            if present is not None and rows <= present.rows and context <= present.context:
+            fits = present is not None and rows <= present.rows and context <= present.context
+            if present is not None and fits and present.speculation == asked:
                 return present
             sizes = self._sizes(rows, context)
             # An idle engine gives its memory back first; one with an open stream lives on with that stream.
             present, self._session = None, None
             with _plain_tensors():
-                self._session = self._make(sizes)
+                self._session = self._make(sizes, asked)
             return self._session
 
-    def _make(self, sizes: list[tuple[int, int]]) -> Session:
+    def _make(self, sizes: list[tuple[int, int]], asked: SpeculationConfig | None) -> Session:
         """A session of the first size; of the next one if the first does not fit into memory."""
         *larger, least = sizes
+        options = {} if asked == self._config.speculation else {"speculation": asked or False}
         for size in larger:
             with contextlib.suppress(ValueError):
-                return Session(self.make_engine(*size), *size)
-        return Session(self.make_engine(*least), *least)
+                return Session(self.make_engine(*size, **options), *size, asked)
+        return Session(self.make_engine(*least, **options), *least, asked)
 
     def _sizes(self, rows: int, context: int) -> list[tuple[int, int]]:
         """(rows, context) of a new session, best first: with room for earlier calls, then without."""

@@ -126,7 +126,7 @@ def test_each_sparse_token_is_a_new_incarnation_of_the_same_slot() -> None:
     assert len({lease.slot for lease in leases}) == 1
     assert [lease.incarnation - leases[0].incarnation for lease in leases] == [0, 1, 2]
     assert engine.store is not None
-    assert engine.scheduler.running[name].lease == leases[-1]
+    assert engine.scheduler.running[name].leases == leases[-1:]
     assert engine.store.state(leases[-1].slot) is SlotState.REUSABLE
 
 

@@ -341,7 +341,7 @@ def test_a_stale_plan_is_rejected_before_it_runs() -> None:
     def build_then_correct(segments, loops=None):  # type: ignore[no-untyped-def]
         plan = build(segments, loops=loops)
         request = engine.scheduler.running[name]
-        request.lease = engine.store.renew(request.lease, request.lease.row)  # type: ignore[union-attr, arg-type]
+        request.leases[0] = engine.store.renew(request.leases[0], request.leases[0].row)  # type: ignore[union-attr]
         return plan
 
     engine.plans.build = build_then_correct  # type: ignore[method-assign]

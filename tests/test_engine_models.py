@@ -10,7 +10,7 @@ import torch
 from cases_common import prompts
 from oracle import SparseOracle
 
-from sparse_compile import sparse_compile
+from sparse_compile import SpeculationConfig, sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import EngineOptions
@@ -36,8 +36,9 @@ def make_engine(
     model: Any, rows: int = 3, context: int = 24, pool_tokens: int | None = None, **options: Any
 ) -> Engine:
     """An engine over poisoned pools, with other options than the model's own."""
-    factory = model._keeper.make_engine
-    made = factory(rows, context, pool_tokens)
+    factory, drafting = model._keeper.make_engine, options.get("drafting")
+    speculation = SpeculationConfig("block", drafting.loops, drafting.rows) if drafting else None
+    made = factory(rows, context, pool_tokens, speculation)
     settings = {name: getattr(made.options, name) for name in EngineOptions.__dataclass_fields__}
     engine = Engine(made.executor, made.pool, made.store, EngineOptions(**(settings | options)))
     stores = () if engine.store is None else (engine.store.mass, engine.store.o_ref, engine.store.c_ref)

@@ -15,17 +15,21 @@ from cases_common import prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from runtime_fakes import greedy, make_engine, oracle_logits
+from runtime_fakes import greedy, make_engine, oracle_logits, run_all
 from test_engine_models import compiled
 from test_engine_models import make_engine as make_model_engine
 
 from sparse_compile.runtime.engine import Engine
+from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
 from sparse_compile.runtime.sampler import draw
 
 NAMES = "abcdefgh"
 KINDS = ("greedy", "eos", "sampled", "processor", "stop", "bad processor", "bad stop")
+
+
+PIPELINES = (Drafting(1, 3, pipeline=True), Drafting(2, 2, pipeline=True))
 
 
 class BadCallbackError(Exception):
@@ -134,6 +138,9 @@ class Soak(RuleBasedStateMachine):
         seats=st.integers(1, 4),
         chunk=st.integers(3, 8),
         caching=st.booleans(),
+        drafting=st.sampled_from(
+            (None, Drafting(1, 3), Drafting(2, 2), Drafting(3, 5), Drafting(1, 4, True), *PIPELINES)
+        ),
     )
     def begin(
         self,
@@ -145,8 +152,11 @@ class Soak(RuleBasedStateMachine):
         seats: int,
         chunk: int,
         caching: bool,
+        drafting: Drafting | None,
     ) -> None:
-        self.sparse = sparse
+        self.sparse, self.drafting = sparse, drafting
+        if drafting is not None:
+            async_steps, loops, slots = False, None, 1 + (slots - 1) * drafting.rows
         self.engine, self.executor = make_engine(
             pages=pages,
             slots=slots,
@@ -158,6 +168,7 @@ class Soak(RuleBasedStateMachine):
             async_steps=async_steps,
             loops_per_step=loops,
             prefix_caching=caching,
+            drafting=drafting,
         )
         self.watch = Watch()
         self.held: set[str] = set()
@@ -181,9 +192,19 @@ class Soak(RuleBasedStateMachine):
                 self._add(ask, name, priority)
             return
         self._add(ask, name, priority)
-        answer = ask.alone(lambda tokens: oracle_logits(tokens, len(prompt), self.sparse, prefix=prefix))
-        self.watch.expect(name, answer)
+        self.watch.expect(name, self._answer(ask))
         self.held.discard(name)
+
+    def _answer(self, ask: Ask) -> tuple[list[int], str]:
+        """Drafts change the tokens of requests that draw: what such a request gives alone is the answer."""
+        if ask.kind != "sampled" or self.drafting is None:
+            return ask.alone(
+                lambda tokens: oracle_logits(tokens, len(ask.prompt), self.sparse, prefix=ask.prefix)
+            )
+        engine, _ = make_engine(sparse=self.sparse, max_context=28, drafting=self.drafting)
+        name = engine.add_request(list(ask.prompt), ask.params())
+        outputs = run_all(engine)[name]
+        return [output.token for output in outputs], str(outputs[-1].finish_reason)
 
     def _add(self, ask: Ask, name: str, priority: int) -> None:
         if name in self.watch.wanted and name not in self.engine.scheduler.requests:
@@ -298,6 +319,8 @@ class Faults:
         executor = engine.executor
         executor.prefill = self._failing(executor.prefill)  # type: ignore[method-assign]
         executor.decode = self._failing(executor.decode)  # type: ignore[method-assign]
+        executor.draft = self._failing(executor.draft)  # type: ignore[method-assign]
+        executor.verify = self._failing(executor.verify)  # type: ignore[method-assign]
 
     def _failing(self, run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
         def failing(plan: RowPlan) -> torch.Tensor:
@@ -329,8 +352,8 @@ def asks(model: Any) -> list[Ask]:
     return made
 
 
-def solo(model: Any, ask: Ask) -> tuple[list[int], str]:
-    engine, outputs = make_model_engine(model, rows=1), []
+def solo(model: Any, ask: Ask, drafting: Drafting | None = None) -> tuple[list[int], str]:
+    engine, outputs = make_model_engine(model, rows=1, drafting=drafting), []
     engine.add_request(list(ask.prompt), ask.params())
     while engine.has_unfinished():
         outputs += engine.step()
@@ -345,15 +368,20 @@ def solo(model: Any, ask: Ask) -> tuple[list[int], str]:
         {"async_steps": True, "prefix_caching": True},
         {"async_steps": True, "loops_per_step": 1},
         {"loops_per_step": 2},
+        {"drafting": Drafting(2, 3)},
+        {"drafting": Drafting(1, 4, pipeline=True)},
     ],
     ids=str,
 )
 def test_two_thousand_requests(options: dict[str, Any]) -> None:
-    """Four times 500, of a real model, in a pool for one and a half of them."""
+    """Six times 500, of a real model, in a pool for one and a half of them."""
     model, chance, watch = compiled("ouro", 0.3), random.Random(0), Watch()
     wanted = {ask: solo(model, ask) for ask in asks(model)}
+    if "drafting" in options:  # drafts change the tokens of requests that draw
+        wanted |= {ask: solo(model, ask, options["drafting"]) for ask in wanted if ask.kind == "sampled"}
     engine = make_model_engine(model, rows=4, pool_tokens=36, **options)
     faults, held, added = Faults(engine), set(), 0
+    fault = 0.05 if "drafting" in options else 0.02  # rounds are fewer than steps
     while added < REQUESTS or watch.wanted:
         name = str(chance.randrange(12))
         live = name in watch.wanted and name in engine.scheduler.requests
@@ -377,7 +405,7 @@ def test_two_thousand_requests(options: dict[str, Any]) -> None:
         elif live and chance.random() < 0.02:
             faults.cursed = {engine.scheduler.requests[name]: chance.choice(("before", "after"))}
             watch.cursed.add(name)
-        faults.once = chance.choice(("before", "after")) if chance.random() < 0.02 else None
+        faults.once = chance.choice(("before", "after")) if chance.random() < fault else None
         watch.see(engine.step())
         engine.check_integrity()
     drain(engine, watch)

@@ -20,7 +20,7 @@ def trample(engine: Engine) -> None:
         pool.k_pool[:, page] = pool.v_pool[:, page] = torch.nan
     assert store is not None
     store.collect()
-    leased = {r.lease.slot for r in engine.scheduler.requests.values() if r.lease is not None}
+    leased = {one.slot for r in engine.scheduler.requests.values() for one in r.leases}
     for slot in set(range(1, store.slots)) - leased:
         store.index[slot] = 2**31 - 1
         for tensor in (store.mass, store.o_ref, store.c_ref):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_compile import sparse_compile
+from sparse_compile import SpeculationConfig, sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.graphs import BucketKey, GraphExecutor
+from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.plan import PlanBuilder, Segment
 from sparse_compile.runtime.seats import SeatTable
 
@@ -59,6 +60,46 @@ def test_the_key_covers_rows_width_kind_and_depths() -> None:
     assert graphs.widths(500) == [64, 128, 256, 500]
     assert graphs.widths(40) == [40]
     assert [key.rows for key in graphs.keys([1, 3], 64, ["dense"])] == [4, 1]
+
+
+def test_the_keys_of_speculation() -> None:
+    """Drafts with and without a head, verification of whole blocks, pipelines with and without a row that captures."""
+    graphs = GraphExecutor(FakeInner(), page_size=16, rows=(1, 2, 4))  # type: ignore[arg-type]
+    assert graphs.key(plan_of((5,), loops=2), "draft") == BucketKey(1, "dense", 64, 2, (), "draft", False)
+    assert graphs.key(plan_of((5, 6, 7), loops=2), "verify") == BucketKey(4, "dense", 64, 2, (), "verify")
+    assert graphs.key(plan_of((5,), loops=1), "advance") == BucketKey(1, "mixed", 64, 1, (True,), "advance")
+    keys = graphs.draft_keys([1], 64, ["dense", "sparse"], Drafting(1, 3))
+    assert {(key.run, key.rows, key.loops, key.heads, key.kind) for key in keys} == {
+        *(("draft", 1, 1, heads, kind) for heads in (True, False) for kind in ("dense", "sparse")),
+        *(("verify", rows, 3, True, kind) for rows in (1, 2, 4) for kind in ("dense", "sparse")),
+    }
+    assert [key.run for key in keys] == sorted(
+        key.run for key in keys
+    )  # drafts first: they leave what is verified
+    keys = graphs.draft_keys([1], 64, ["dense", "sparse"], Drafting(1, 4, pipeline=True))
+    assert {(key.run, key.rows, key.kind, key.captures) for key in keys} == {
+        ("advance", rows, "mixed", (True,)) for rows in (1, 2, 4)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["block", "pipeline"])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_graphs_of_speculation_change_no_bits(name: str, mode: str) -> None:
+    model, asked = tiny_model(name).cuda(), SpeculationConfig(mode, draft_loops=1, num_draft_tokens=3)
+    options = {
+        "key_retention": 0.3,
+        "page_size": 4,
+        "inductor": False,
+        "dense_below": 0,
+        "speculation": asked,
+    }
+    plain = sparse_compile(model, cuda_graphs=False, **options)
+    graphed = sparse_compile(model, cuda_graphs=True, **options)
+    for rows in (prompts(), *([row] for row in prompts())):
+        assert generate(graphed, rows) == generate(plain, rows)
+    assert {key.run for key in graphed.engine.executor.buckets} <= {"draft", "verify", "advance"}
+    graphed.engine.check_integrity()
 
 
 @pytest.mark.gpu

@@ -175,7 +175,7 @@ def test_validate_catches_a_wrong_dtype_and_a_writing_padding_row() -> None:
     plan = build(PREFILL, pad_to=4)
     with pytest.raises(PlanError, match="int32"):
         replace(plan, packed=plan.packed.long()).validate(4, 9, 5)
-    with pytest.raises(PlanError, match="7 columns"):
+    with pytest.raises(PlanError, match="8 columns"):
         replace(plan, packed=plan.packed[:6]).validate(4, 9, 5)
     with pytest.raises(PlanError, match="position 0"):
         changed(plan, "row_position", [2, 3, 4, 1]).validate(4, 9, 5)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparse_compile.cli import common
+from sparse_compile.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,16 @@ def generate(
     implementation: common.Implementation = "auto",
     async_steps: common.AsyncSteps = None,
     loops_per_step: common.LoopsPerStep = None,
+    speculate: Annotated[
+        str | None, typer.Option("--speculate", help="Let the model draft for itself: block | pipeline.")
+    ] = None,
+    draft_loops: Annotated[
+        int | None, typer.Option("--draft-loops", help="With --speculate: loops of a draft (default 1).")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option("--draft-tokens", help="With --speculate block: rows of a block (default 4)."),
+    ] = None,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     no_validate: common.NoValidate = False,
@@ -57,10 +68,24 @@ def generate(
         if settings.keys() & sampling.keys() and not do_sample:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in settings if name in sampling)
             raise ValueError(f"{names}: only with --do-sample; add --do-sample or remove it")
+        options["speculation"] = _speculation(speculate, draft_loops, draft_tokens)
         compiled = common.compile_named(model, dtype, device, options)
         return _generate(model, compiled, prompt, ids, settings, as_json)
 
     common.run_command(body, as_json=as_json, debug=debug)
+
+
+def _speculation(mode: str | None, loops: int | None, tokens: int | None) -> SpeculationConfig | None:
+    if mode is None:
+        if loops is not None or tokens is not None:
+            raise ValueError("--draft-loops, --draft-tokens: only with --speculate; add --speculate block")
+        return None
+    default = SpeculationConfig()
+    return SpeculationConfig(
+        mode,
+        draft_loops=default.draft_loops if loops is None else loops,
+        num_draft_tokens=default.num_draft_tokens if tokens is None else tokens,
+    )
 
 
 def _parse_ids(prompt: str | None, prompt_ids: str | None) -> list[int] | None:
