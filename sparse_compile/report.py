@@ -203,8 +203,8 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     if not context:
         return {}
     retention = (program.retention.numerator, program.retention.denominator)
-    asked, roll = config.speculation, program.roll
-    block = 1 if asked is None or roll is None else asked.rows(roll.repeats)
+    asked = config.speculation
+    block = 1 if asked is None else asked.rows(program.loops)
     sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, block)
     tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
     needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
