@@ -203,8 +203,9 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     if not context:
         return {}
     retention = (program.retention.numerator, program.retention.denominator)
-    rows = config.speculation.rows(program.loops) if config.speculation is not None else 1
-    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, rows)
+    asked = config.speculation
+    block = 1 if asked is None else asked.rows(program.loops)
+    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, block)
     tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
     needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}

@@ -47,6 +47,11 @@ def test_the_store_has_a_slot_for_each_row_of_a_block() -> None:
     assert engine.store is not None
     assert engine.store.usable_slots == 15
     assert not engine.options.async_steps
+    one, five = (
+        compiled(max_context=32, max_batch=3, **options).report().budget["reference_store"]
+        for options in ({}, {"speculation": asked})
+    )
+    assert five * 4 == one * 16  # 15 slots and the dummy, 3 and the dummy
 
 
 def test_streams_give_final_tokens_only() -> None:
