@@ -17,8 +17,8 @@ from .cached_rewrite import RewriteCalls
 from .cached_schedule import ScheduleCalls
 from .calls import AttentionCall, Unmatched, find_calls
 from .nodes import cache_inputs, fake
-from .program import PassRecord, Site
-from .sites import number_calls
+from .program import PassRecord
+from .sites import number_calls, unscheduled_site
 
 WindowOf = Callable[[AttentionCall], int]
 NO_PAST = "there is no past: its keys are those of this step"
@@ -103,24 +103,8 @@ class LabelCalls(Pass):
             zip(compilation.calls, number_calls(paths), strict=True)
         ):
             query, key = fake(call.query), fake(call.key)
-            sites.append(
-                Site(
-                    name=f"{path}@{loop}",
-                    layer=path,
-                    loop=loop,
-                    loops=loops,
-                    plane=plane,
-                    store_site=None,
-                    kind="dense",
-                    reason="not scheduled yet",
-                    heads=int(query.shape[1]),
-                    kv_heads=int(key.shape[1]),
-                    head_dim=int(query.shape[3]),
-                    scale=call.scale,
-                    window=compilation.window_of(call),
-                    softcap=call.softcap,
-                )
-            )
+            numbers = {"scale": call.scale, "window": compilation.window_of(call), "softcap": call.softcap}
+            sites.append(unscheduled_site(path, loop, loops, plane, query, key, **numbers))
         compilation.sites = tuple(sites)
         compilation.markers = tuple(call.node for call in compilation.calls)
         return {"sites": len(sites), "looped": sum(site.loops > 1 for site in sites)}

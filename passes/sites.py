@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from .base import Compilation, Pass
 from .errors import UnsupportedModel
@@ -25,6 +28,28 @@ def number_calls(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     return found
 
 
+def unscheduled_site(
+    layer: str, loop: int, loops: int, plane: int, query: torch.Tensor, key: torch.Tensor, **numbers: Any
+) -> Site:
+    """A dense site before anything is scheduled. query [., H, ..., D], key [., Hkv, ..., D]; numbers: its scale, window
+    and soft cap.
+    """
+    return Site(
+        name=f"{layer}@{loop}",
+        layer=layer,
+        loop=loop,
+        loops=loops,
+        plane=plane,
+        store_site=None,
+        kind="dense",
+        reason="not scheduled yet",
+        heads=int(query.shape[1]),
+        kv_heads=int(key.shape[1]),
+        head_dim=int(query.shape[-1]),
+        **numbers,
+    )
+
+
 class LabelSites(Pass):
     """Fills `compilation.sites`, all of kind dense for now, and refuses models that have nothing to gain."""
 
@@ -40,25 +65,9 @@ class LabelSites(Pass):
         sites = []
         for plane, (node, (path, loop, loops)) in enumerate(zip(markers, numbered, strict=True)):
             query, key = node.args[0].meta["val"], node.args[1].meta["val"]
-            layer = strip_wrapper(path)
-            sites.append(
-                Site(
-                    name=f"{layer}@{loop}",
-                    layer=layer,
-                    loop=loop,
-                    loops=loops,
-                    plane=plane,
-                    store_site=None,
-                    kind="dense",
-                    reason="not scheduled yet",
-                    heads=int(query.shape[1]),
-                    kv_heads=int(key.shape[1]),
-                    head_dim=int(query.shape[2]),
-                    scale=float(node.kwargs["scale"]),
-                    window=int(node.kwargs["window"]),
-                    softcap=float(node.kwargs["softcap"]),
-                )
-            )
+            scale, softcap = float(node.kwargs["scale"]), float(node.kwargs["softcap"])
+            numbers = {"scale": scale, "window": int(node.kwargs["window"]), "softcap": softcap}
+            sites.append(unscheduled_site(strip_wrapper(path), loop, loops, plane, query, key, **numbers))
         compilation.sites, compilation.markers = tuple(sites), markers
         refuse_hopeless(compilation.sites)
         return {"sites": len(sites), "looped": sum(site.loops > 1 for site in sites)}

@@ -64,6 +64,7 @@ class Executor:
         # int32 [sites of a body, loops]: what a sparse row does there
         modes = [[_MODES[kind] for kind in row] for row in self.kinds]
         self._modes = torch.tensor(modes, dtype=torch.int32, device=self.device)
+        self._captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
         self._carried: Environment = {}  # [lines, ...] each
         self._shared: Environment = {}  # what drafts leave for verification that is the same for all rows
 
@@ -166,7 +167,8 @@ class Executor:
     ) -> list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]:
         lines, loops = block_table.shape[0] * drafting.rows, drafting.loops
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = []
-        for count in (1, 2) if max(rows, default=0) * drafting.rows > 1 else (1,):
+        most = max(rows, default=0) * drafting.rows
+        for count in self.compiler.one_of_each_kind({1, *range(1, most + 1)}):
             for kind in kinds:
                 plan = padding_plan(block_table, count, kind, loops=loops, carry_lines=lines)
                 if drafting.pipeline:
@@ -189,10 +191,9 @@ class Executor:
 
     def captures_at(self, plan: RowPlan) -> tuple[bool, ...]:
         """For each body of a run of some loops: whether a row may capture there, as far as the host knows."""
-        captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
         return tuple(
             plan.kind != "dense"
-            and any(captures[depth + step] for depth in plan.depths if depth + step < self.loops)
+            and any(self._captures[depth + step] for depth in plan.depths if depth + step < self.loops)
             for step in range(plan.loops or 0)
         )
 

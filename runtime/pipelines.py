@@ -17,22 +17,21 @@ suspension, are run again up to their depths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
-from sparse_compile.runtime.reference_store import ReferenceStore
+from sparse_compile.runtime.plan import Segment
 from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
 from sparse_compile.runtime.sampler import Drawn, best, draw, largest, processed
-from sparse_compile.runtime.scheduler import Scheduler, Work
-from sparse_compile.runtime.speculation import accept_or_draw, check_logits, generators_kept
+from sparse_compile.runtime.scheduler import Work
+from sparse_compile.runtime.speculation import Speculator, accept_or_draw, check_logits, generators_kept
 
 if TYPE_CHECKING:
-    from sparse_compile.runtime.engine import Executor
+    pass
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,8 @@ class Stage:
         return self.request.state is RequestState.RUNNING
 
 
-class Pipelines:
-    """Runs steps of pipelines. check: what a plan must satisfy before it runs."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        store: ReferenceStore | None,
-        scheduler: Scheduler,
-        plans: PlanBuilder,
-        check: Callable[[RowPlan], None],
-    ) -> None:
-        assert scheduler.options.drafting is not None
-        self.executor, self.store, self.scheduler, self.plans = executor, store, scheduler, plans
-        self.check, self.drafting = check, scheduler.options.drafting
+class Pipelines(Speculator):
+    """Runs steps of pipelines."""
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A step of each request. Whatever passes through leaves them as they were, with rows to be run again."""

@@ -66,8 +66,8 @@ class Block:
         del self.segments[rows:], self.drafts[rows - 1 :], self.chances[rows - 1 :]
 
 
-class Rounds:
-    """Runs rounds. check: what a plan must satisfy before it runs."""
+class Speculator:
+    """What rounds and pipelines run with. check: what a plan must satisfy before it runs."""
 
     def __init__(
         self,
@@ -80,6 +80,10 @@ class Rounds:
         assert scheduler.options.drafting is not None
         self.executor, self.store, self.scheduler, self.plans = executor, store, scheduler, plans
         self.check, self.drafting = check, scheduler.options.drafting
+
+
+class Rounds(Speculator):
+    """Runs rounds."""
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A round of each request. Whatever passes through leaves them as they were."""
