@@ -1,6 +1,8 @@
-"""The search for the score that exactly `keep` scores of a row reach, by narrowing a bracket of sortable integers.
+"""The first half of a capture's selection: the score that exactly `keep` scores of a row reach, and where they lie.
 
-The order of the integers is that of the floats (see `triton_parts.sortable`).
+One program searches for one (row, head), with all scores in registers where they fit, by narrowing a bracket of
+integers whose order is that of the floats (see `triton_parts.sortable`). It leaves the cut, and for each block of keys
+how many it retains; `triton_select` takes the row from there, one program per unit of keys.
 """
 
 from __future__ import annotations
@@ -97,3 +99,57 @@ def find_cut(
         turn += 1
     exact = reached == keep
     return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)
+
+
+@triton.jit
+def count_blocks(blocks, key, n0, length, cut, NB: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each block of key [NB], the keys n0 .. n0 + NB - 1: how many are retained for sure, and how many are equal to
+    `cut - 1`, the latter from bit 16 on.
+    """
+    marks = (key >= cut).to(tl.int32) + ((key == cut - 1).to(tl.int32) << 16)
+    j = n0 // BLOCK + tl.arange(0, NB // BLOCK)
+    tl.store(blocks + j, tl.sum(tl.reshape(marks, [NB // BLOCK, BLOCK]), 1), mask=j * BLOCK < length)
+
+
+@triton.jit
+def cut_row(
+    scores_row, cuts, blocks, top, length, keep, quantile,
+    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The cut of one row and the counts of its blocks, NB scores at a time."""
+    n = tl.arange(0, NB)
+    key = load_sortable(scores_row, n, length)
+    cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
+    tl.store(cuts, cut)
+    tl.store(cuts + 1, ties)
+    count_blocks(blocks, key, 0, length, cut, NB, BLOCK)
+    if not IN_REGISTERS:
+        for n0 in range(NB, length, NB):
+            count_blocks(blocks, load_sortable(scores_row, n0 + n, length), n0, length, cut, NB, BLOCK)
+
+
+@triton.jit(do_not_specialize=["blocks_s", "numerator", "denominator"])
+def cut_kernel(
+    scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, blocks_s].
+
+    Rows up to SMALL and up to NB scores stay in registers; longer ones (PASSES) are read once per turn of the search.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(row_length + row)
+    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    if wanted & (length > 0):
+        at = row * HEADS + head
+        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+        top = sortable(tl.load(stats + at * 2))
+        own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * blocks_s
+        if length <= SMALL:
+            cut_row(own, cut, block, top, length, keep, quantile, True, SMALL, BLOCK)
+        elif NB > SMALL:
+            if PASSES and length > NB:
+                cut_row(own, cut, block, top, length, keep, quantile, False, min(NB, 8192), BLOCK)
+            else:
+                cut_row(own, cut, block, top, length, keep, quantile, True, NB, BLOCK)

@@ -11,16 +11,12 @@ from kernel_cases import DEVICES, SITE, Case, Shape, build, call, plane_of
 from torch import Tensor
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
-
-from sparse_compile.kernels.triton_select import running_counts
 from sparse_compile.kernels.triton_tuning import Tiles
 
 HEADS = 2
 TILES = Tiles(
     block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2,
-    gather_block=16, register_scores=64, small_scores=32,
+    gather_block=4, piece=32, register_scores=64, small_scores=32,
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
 """Around slices (16), the two tensors of scores (32, 64), several passes, and several slices per program."""
@@ -224,18 +220,3 @@ def test_guesses_are_used_where_they_help(kind: str, helps: bool, device: str) -
     assert torch.equal(*found) != helps
     assert bool((fixes < 0.7 * case.retention.count(130)).all())
     assert bool(fixes.any()) == helps
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_running_counts(device: str) -> None:
-    width = 16384  # wide enough for two levels
-    marks = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    marks, got = marks.to(device), torch.empty(width, dtype=torch.int32, device=device)
-    counts_of[(1,)](marks, got, width)
-    assert torch.equal(got, marks.cumsum(0).int())
-
-
-@triton.jit
-def counts_of(marks, out, NB: tl.constexpr):
-    n = tl.arange(0, NB)
-    tl.store(out + n, running_counts(tl.load(marks + n), NB))
