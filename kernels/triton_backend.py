@@ -87,13 +87,20 @@ class Scratch:
         self.arrived = _arrivals(device, lines)
         if not capacity:
             lines = 0
-        self.scores = empty(lines, 16 * cdiv(self.keys, 16))
+        room = max(tiles.register_scores, tiles.piece)
+        self.scores = _with_room(lines, 16 * cdiv(self.keys, 16), room, device)
         self.stats = empty(lines, 2)
         self.guess_acc = empty(lines, self.units, self.guesses, self.width)
         self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
         self.cuts = empty(lines, 2, dtype=torch.int32)
-        self.blocks = empty(lines, cdiv(self.keys, tiles.block), dtype=torch.int32)
+        self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
         self.fixes = empty(lines, capacity, dtype=torch.int32)
+
+
+def _with_room(lines: int, width: int, room: int, device: torch.device) -> Tensor:
+    """float32 [lines, width], behind which `room` more can be read."""
+    size = lines * width
+    return torch.empty(size + room if lines else 0, device=device)[:size].view(lines, width)
 
 
 def _copies(a: Attention) -> int:
@@ -257,12 +264,12 @@ def _select(
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
     """Which score each (row, head) retains from, and how many keys that are in each block."""
     tiles = scratch.tiles
-    widest = next_power_of_2(max(128, scratch.keys))
+    widest = next_power_of_2(max(4 * tiles.block, scratch.keys))
     most = min(tiles.register_scores, widest)
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
     cut_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
-        scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(0),
+        scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most,
         PASSES=widest > most, BLOCK=tiles.block, num_warps=warps, **_registers(a, 16 // warps, warps),
@@ -276,17 +283,18 @@ def _retain(
     tiles = scratch.tiles
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(scratch.keys, tiles.max_units), tiles.block))
     piece = min(tiles.piece, next_power_of_2(unit))
-    warps = max(1, min(4, max(piece // 512, tiles.gather_block * scratch.width // 2048)))
+    warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
     units = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
     retain_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
         scratch.part_acc, scratch.part_l, scratch.arrived,
-        scratch.scores.stride(0), scratch.blocks.stride(0), *a.v_pool.stride()[:4], a.block_table.stride(0),
+        scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
         a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
         BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width, num_warps=warps,
+        **_registers(a, 24 // warps, warps),
     )  # fmt: skip

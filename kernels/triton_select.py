@@ -23,36 +23,37 @@ FIX = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def sum_blocks(blocks, first, last, STEP: tl.constexpr):
-    """(sure, equal): the sums of the two counts of blocks first .. last - 1 of a row."""
-    j = tl.arange(0, STEP)
-    both = tl.zeros([STEP], tl.int64)
-    for j0 in range(first, last, STEP):
-        own = tl.load(blocks + j0 + j, mask=j0 + j < last, other=0)
-        both += (own & 0xFFFF).to(tl.int64) + ((own >> 16).to(tl.int64) << 32)
-    total = tl.sum(both, 0)
-    return (total & 0xFFFFFFFF).to(tl.int32), (total >> 32).to(tl.int32)
+def sum_blocks(counts, first, last, STEP: tl.constexpr):
+    """The sum of the counts of blocks first .. last - 1 of a row."""
+    j = first + tl.arange(0, STEP)
+    total = tl.zeros([STEP], tl.int32)
+    for _ in range(first, last, STEP):
+        total += tl.load(counts + j, mask=j < last, other=0)
+        j += STEP
+    return tl.sum(total, 0)
 
 
 @triton.jit
-def place_unit(blocks, start, end, ties, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def place_unit(blocks, blocks_s, start, end, ties, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """(begin, kept, ties left): where a unit's retained keys begin in the row's list, how many they are, and how many
     keys equal to `cut - 1` are retained from here on.
     """
-    first = start // BLOCK
-    before, equal = sum_blocks(blocks, 0, first, STEP)
-    sure, own = sum_blocks(blocks, first, tl.cdiv(end, BLOCK), STEP)
-    left = tl.maximum(ties - equal, 0)
-    return before + tl.minimum(equal, ties), sure + tl.minimum(own, left), left
+    first, last = start // BLOCK, tl.cdiv(end, BLOCK)
+    begin, kept = sum_blocks(blocks, 0, first, STEP), sum_blocks(blocks, first, last, STEP)
+    if ties > 0:
+        equal = sum_blocks(blocks + blocks_s, 0, first, STEP)
+        begin += tl.minimum(equal, ties)
+        ties = tl.maximum(ties - equal, 0)
+        kept += tl.minimum(sum_blocks(blocks + blocks_s, first, last, STEP), ties)
+    return begin, kept, ties
 
 
 @triton.jit
 def list_unit(
-    scores_row, kept_line, fix_line, start, end, cut, ties, guess, kept, limit, HAS_GUESS: tl.constexpr,
-    PIECE: tl.constexpr,
+    scores_row, kept_line, fix_line, start, end, cut, ties, guess, limit, HAS_GUESS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Write the retained positions among the keys start .. end - 1, `limit` at most, and those that the guess is wrong
-    about, fewer than `kept`. Returns how many the latter are.
+    """Write the retained positions among the keys start .. end - 1, and those that the guess is wrong about, at most
+    `limit` of each. Returns how many the latter are.
     """
     n = start + tl.arange(0, PIECE)
     above = tl.full((), 0, tl.int32)
@@ -75,7 +76,7 @@ def list_unit(
         tl.store(kept_line + place, n, mask=retained & (place < limit))
         if HAS_GUESS:
             place = fixes + (both >> 16) - 1
-            tl.store(fix_line + place, n, mask=wrong & (place < kept))
+            tl.store(fix_line + place, n, mask=wrong & (place < limit))
         total = tl.sum(marks, 0)
         above += total & (FIX - 1)
         fixes += total >> 16
@@ -111,12 +112,16 @@ def sum_listed(
 @triton.jit
 def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.constexpr):
     """(weighted values [BD], weights) of a (row, head) from those of its units."""
-    u = tl.arange(0, SLOTS)
-    live = u < units
-    lines = (line + u)[:, None] * BD + d[None, :]
-    acc = tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg")
-    l = tl.load(part_l + line + u, mask=live, other=0.0, cache_modifier=".cg")
-    return tree_sum(acc, SLOTS, BD), tl.sum(tree_sum(l[:, None], SLOTS, 1), 0)
+    WIDE: tl.constexpr = min(4, SLOTS)
+    u = tl.arange(0, WIDE)
+    acc = tl.zeros([WIDE, BD], tl.float32)
+    weights = tl.zeros([WIDE], tl.float32)
+    for u0 in tl.static_range(0, SLOTS, WIDE):
+        live = u0 + u < units
+        lines = (line + u0 + u)[:, None] * BD + d[None, :]
+        acc += tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        weights += tl.load(part_l + line + u0 + u, mask=live, other=0.0, cache_modifier=".cg")
+    return tree_sum(acc, WIDE, BD), tl.sum(tree_sum(weights[:, None], WIDE, 1), 0)
 
 
 @triton.jit(
@@ -161,8 +166,8 @@ def retain_kernel(
         keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
         end, own = tl.minimum(start + unit, length), scores + at * scores_s
         cut, maximum = tl.load(cuts + at * 2), tl.load(stats + at * 2)
-        begin, kept, ties = place_unit(blocks + at * blocks_s, start, end, tl.load(cuts + at * 2 + 1), BLOCK,
-                                        max(16, PIECE // 4))  # fmt: skip
+        ties, own_blocks = tl.load(cuts + at * 2 + 1), blocks + at * 2 * blocks_s
+        begin, kept, ties = place_unit(own_blocks, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
         limit = tl.minimum(kept, tl.minimum(keep, capacity) - begin)
         listed, fix_line = index + entry * capacity + begin, fixes + at * capacity + begin
         d = tl.arange(0, BD)
@@ -170,7 +175,7 @@ def retain_kernel(
         which = tl.full((), 0, tl.int32)
         if GUESSES > 0:
             guess, which = choose_guess(guess_stats, (at * SLOTS + part) * GUESSES, cut, GUESSES)
-        entries = list_unit(own, listed, fix_line, start, end, cut, ties, guess, limit, limit, GUESSES > 0, PIECE)
+        entries = list_unit(own, listed, fix_line, start, end, cut, ties, guess, limit, GUESSES > 0, PIECE)
         guessed = (entries < limit) & (guess < HIGHEST) & (GUESSES > 0)
         if guessed:
             listed = fix_line

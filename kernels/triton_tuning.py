@@ -24,10 +24,10 @@ class Tiles:
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. The
     search for the cut gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
     `register_scores` in all, short rows in a tensor of `small_scores`. Units are then listed in pieces of up to `piece`
-    keys, and values are summed in steps of `gather_block`.
+    keys, `thread_keys` per thread, and values are summed in steps of `gather_block`.
 
-    `stages`, `pair`, `thread_scores`, `register_scores`, `small_scores` and `piece` change no bits; everything else
-    does.
+    `stages`, `pair`, `thread_scores`, `register_scores`, `small_scores`, `piece` and `thread_keys` change no bits;
+    everything else does.
     """
 
     block: int = 64
@@ -45,6 +45,7 @@ class Tiles:
     small_scores: int = 2048
     thread_scores: int = 32
     piece: int = 2048
+    thread_keys: int = 8
     gather_block: int = 16
 
     def __post_init__(self) -> None:
@@ -57,6 +58,11 @@ class Tiles:
         if not 0 <= self.guesses <= 7:
             raise ValueError(
                 f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"
+            )
+        if self.block > 128 or self.small_scores < 4 * self.block:
+            raise ValueError(
+                f"block={self.block} must be at most 128 and a quarter of small_scores={self.small_scores}: retained "
+                "keys are counted by blocks, four blocks at a time"
             )
         if self.min_unit < max(4, self.block):
             raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
