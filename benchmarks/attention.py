@@ -124,7 +124,7 @@ class Bench:
         return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
-        """Calls of one op, or of one of the two kernels of a capture: attend, select."""
+        """Calls of one op, or of one of the three kernels of a capture: attend, cut, retain."""
         if op == "consume":
             triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
         if op in ("dense", "consume"):
@@ -139,7 +139,10 @@ class Bench:
         if op == "attend":
             return attend
         scratch = attend()
-        return lambda: triton_backend._select(a, self.store, self.retention, scratch)
+        triton_backend._cut(a, self.retention, scratch)
+        if op == "cut":
+            return lambda: triton_backend._cut(a, self.retention, scratch)
+        return lambda: triton_backend._retain(a, self.store, self.retention, scratch)
 
     def sdpa_calls(self, backend: Any) -> list[Callable[[], Any]]:
         from torch.nn.attention import sdpa_kernel
@@ -250,9 +253,10 @@ def tune(points: list[Point]) -> None:
             )
         ],
         "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
-        "select": [
-            Tiles(guesses=guesses, thread_scores=scores, gather_block=block)
-            for guesses, scores, block in itertools.product((0, 3), (16, 32), (32, 64))
+        "cut": [Tiles(thread_scores=scores) for scores in (16, 32, 64)],
+        "retain": [
+            Tiles(guesses=guesses, thread_keys=keys, gather_block=block)
+            for guesses, keys, block in itertools.product((0, 3), (4, 8, 16), (8, 16))
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])

@@ -1,9 +1,9 @@
 """The Triton implementation behind the ops: launches, scratch, and the choice of tile sizes.
 
 Every function writes the rows' keys and values itself (`WRITES_KEYS`) where the call has any, then launches: dense and
-consume are one kernel, capture two (attend, select), mixed one, or two at sites where a row may capture. Nothing here
-reads the device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change between replays,
-and the grid covers whatever the block table could hold.
+consume are one kernel, capture three (attend, cut, retain), mixed one, or three at sites where a row may capture.
+Nothing here reads the device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change
+between replays, and the grid covers whatever the block table could hold.
 
 On the CPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 was set before this module was imported.
 """
@@ -29,8 +29,9 @@ from .triton_attention import (
     attention_kernel,
     write_kernel,
 )
+from .triton_cut import cut_kernel
 from .triton_guesses import GUESS_FIELDS
-from .triton_select import select_kernel
+from .triton_select import retain_kernel
 from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
@@ -87,12 +88,20 @@ class Scratch:
         self.arrived = arrivals(device, lines)  # one per row and head
         if not capacity:
             lines = 0
-        self.scores = empty(lines, 16 * cdiv(self.keys, 16))
+        room = max(tiles.register_scores, tiles.piece)
+        self.scores = _with_room(lines, 16 * cdiv(self.keys, 16), room, device)
         self.stats = empty(lines, 2)
         self.guess_acc = empty(lines, self.units, self.guesses, self.width)
         self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
-        self.guess_best = empty(lines, self.units, dtype=torch.int32)
+        self.cuts = empty(lines, 2, dtype=torch.int32)
+        self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
         self.fixes = empty(lines, capacity, dtype=torch.int32)
+
+
+def _with_room(lines: int, width: int, room: int, device: torch.device) -> Tensor:
+    """float32 [lines, width], behind which `room` more can be read."""
+    size = lines * width
+    return torch.empty(size + room if lines else 0, device=device)[:size].view(lines, width)
 
 
 def _copies(a: Attention) -> int:
@@ -237,20 +246,44 @@ def _select(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
     """Fill index, count, mass and C_ref of the store for the rows that captured."""
+    _cut(a, retention, scratch, row_mode)
+    _retain(a, store, retention, scratch, row_mode)
+
+
+def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
+    """Which score each (row, head) retains from, and how many keys that are in each block."""
     tiles = scratch.tiles
-    widest = next_power_of_2(max(128, scratch.keys))
-    block = min(tiles.register_scores, widest)
-    warps = max(4, min(16, block // (32 * tiles.thread_scores)))
-    select_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop,
-        row_mode if row_mode is not None else a.row_length, store.row_slot, store.index, store.count, store.mass,
-        store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.guess_best, scratch.fixes,
-        scratch.scores.stride(0), *a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride,
-        store.site, store.count.shape[1], store.capacity, retention.numerator, retention.denominator,
-        _quantile(retention),
+    widest = next_power_of_2(max(4 * tiles.block, scratch.keys))
+    most = min(tiles.register_scores, widest)
+    warps = max(4, min(16, most // (32 * tiles.thread_scores)))
+    cut_kernel[(a.heads, a.rows)](
+        scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
+        scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
+        retention.numerator, retention.denominator, _quantile(retention),
+        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most,
+        PASSES=widest > most, BLOCK=tiles.block, num_warps=warps, **_registers(a, 16 // warps, warps),
+    )  # fmt: skip
+
+
+def _retain(
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
+) -> None:
+    """The retained sets, their masses and C_ref, once the cuts are known."""
+    tiles = scratch.tiles
+    unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(scratch.keys, tiles.max_units), tiles.block))
+    piece = min(tiles.piece, next_power_of_2(unit))
+    warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
+    units = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
+    retain_kernel[(a.heads, units, a.rows)](
+        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
+        a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
+        store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
+        scratch.part_acc, scratch.part_l, scratch.arrived,
+        scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
+        a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
+        retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
-        UNIT_STEP=tiles.block, SMALL=min(tiles.small_scores, block), NB=block, PASSES=widest > block,
-        BN=tiles.gather_block, BD=scratch.width, PRECISION=_precision(a.q), num_warps=warps,
-        **_registers(a, 16 // warps, warps),
+        BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width, num_warps=warps,
+        **_registers(a, 24 // warps, warps),
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""The search for the score that exactly `keep` scores of a row reach, by narrowing a bracket of sortable integers.
+"""The first half of a capture's selection: the score that exactly `keep` scores of a row reach, and where they lie.
 
-The order of the integers is that of the floats (see `triton_parts.sortable`).
+One program searches for one (row, head), with all scores in registers where they fit, by narrowing a bracket of
+integers whose order is that of the floats (see `triton_parts.sortable`). It leaves the cut, and for each block of keys
+how many it retains; `triton_select` takes the row from there, one program per unit of keys.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ SAMPLE = tl.constexpr(512)
 def load_sortable(scores_row, n, length):
     """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
 
-    Loads go by fours: lines of scores are padded to a multiple of 16.
+    Whatever lies there is read: masked loads would wait for each other. Scores have memory to spare behind them.
     """
-    s = tl.load(scores_row + n, mask=n // 4 * 4 < length, other=0.0)
-    return tl.where(n < length, sortable(s), LOWEST)
+    return tl.where(n < length, sortable(tl.load(scores_row + n)), LOWEST)
 
 
 @triton.jit
@@ -37,10 +38,11 @@ def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, N
 @triton.jit
 def describe(scores_row, length):
     """(mean, standard deviation) of some of a row's scores, evenly spread: enough for a first guess."""
-    n = tl.arange(0, SAMPLE) * tl.cdiv(length, SAMPLE)
+    step = tl.cdiv(length, SAMPLE)
+    n = tl.arange(0, SAMPLE) * step
     inside = n < length
     s = tl.load(scores_row + n, mask=inside, other=0.0)
-    share = 1.0 / tl.sum(inside.to(tl.float32), 0)
+    share = 1.0 / tl.cdiv(length, step)
     mean = tl.sum(s, 0) * share
     off = tl.where(inside, s - mean, 0.0)
     return mean, tl.maximum(tl.sqrt(tl.sum(off * off, 0) * share), 1e-6)
@@ -97,3 +99,72 @@ def find_cut(
         turn += 1
     exact = reached == keep
     return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)
+
+
+@triton.jit
+def store_counts(counts, marks, n0, length, NB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of marks [NB], of the keys n0 .. n0 + NB - 1, each block of keys holds. Four blocks, a quarter of NB
+    apart, are counted in the bytes of one integer.
+    """
+    COLUMNS: tl.constexpr = NB // BLOCK // 4
+    byte = tl.arange(0, 4)
+    four = tl.sum(tl.reshape(marks.to(tl.int32), [4, COLUMNS, BLOCK]) << (8 * byte)[:, None, None], 0)
+    four = tl.sum(four, 1)  # [COLUMNS]
+    j = n0 // BLOCK + byte[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(counts + j, (four[None, :] >> (8 * byte)[:, None]) & 0xFF, mask=j * BLOCK < length)
+
+
+@triton.jit
+def count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each block of key [NB], the keys n0 .. n0 + NB - 1: how many are above the cut, and how many may be ties."""
+    store_counts(blocks, key >= cut, n0, length, NB, BLOCK)
+    if ties > 0:
+        store_counts(blocks + blocks_s, key == cut - 1, n0, length, NB, BLOCK)
+
+
+@triton.jit
+def cut_row(
+    scores_row, cuts, blocks, blocks_s, top, length, keep, quantile,
+    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The cut of one row and the counts of its blocks, NB scores at a time."""
+    n = tl.arange(0, NB)
+    key = load_sortable(scores_row, n, length)
+    cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
+    tl.store(cuts, cut)
+    tl.store(cuts + 1, ties)
+    count_blocks(blocks, blocks_s, key, 0, length, cut, ties, NB, BLOCK)
+    if not IN_REGISTERS:
+        for n0 in range(NB, length, NB):
+            key = load_sortable(scores_row, n0 + n, length)
+            count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB, BLOCK)
+
+
+@triton.jit(do_not_specialize=["blocks_s", "numerator", "denominator"])
+def cut_kernel(
+    scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
+
+    Up to NB scores stay in registers, of shorter rows in smaller tensors; longer rows (PASSES) are read once per turn
+    of the search.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(row_length + row)
+    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    if wanted & (length > 0):
+        at = row * HEADS + head
+        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+        top = sortable(tl.load(stats + at * 2))
+        own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * 2 * blocks_s
+        if length <= SMALL:
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, SMALL, BLOCK)
+        elif (NB > SMALL) & (length <= min(NB, 4 * SMALL)):
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, min(NB, 4 * SMALL), BLOCK)
+        elif NB > 4 * SMALL or PASSES:
+            if PASSES and length > NB:
+                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, False, min(NB, 8192), BLOCK)
+            else:
+                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, NB, BLOCK)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, score, sortable, tree_sum, unsortable
+from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, score, sortable, unsortable
 
 HALF = tl.constexpr(8)
 FIELDS = tl.constexpr(4)
@@ -75,45 +75,28 @@ def store_guesses(
 
 
 @triton.jit
-def choose_guesses(guess_stats, best, at, units, cut, GUESSES: tl.constexpr, SLOTS: tl.constexpr):
-    """(key [SLOTS], which [SLOTS]) of each unit's guess next to the cut; keys are kept in best [SLOTS] as well.
-
-    HIGHEST, which no score reaches, where a unit has no guess that helps.
+def choose_guess(guess_stats, line, cut, GUESSES: tl.constexpr):
+    """(key, which) of a unit's guess next to the cut, of the GUESSES from `line` on; HIGHEST, which no score reaches,
+    where none of them helps.
     """
-    u = tl.arange(0, SLOTS)
-    line = (at * SLOTS + u) * (GUESSES * FIELDS)
-    live = u < units
     target = unsortable(cut)
-    distance = tl.full([SLOTS], float("inf"), tl.float32)
-    chosen = tl.full([SLOTS], float("inf"), tl.float32)
-    which = tl.zeros([SLOTS], tl.int32)
+    distance = tl.full((), float("inf"), tl.float32)
+    chosen = distance
+    which = tl.full((), 0, tl.int32)
     for i in tl.static_range(GUESSES):
-        guess = tl.load(guess_stats + line + i * FIELDS, mask=live, other=float("inf"))
+        guess = tl.load(guess_stats + (line + i) * FIELDS)
         away = tl.maximum(guess - target, target - guess)
         nearer = away < distance
         distance = tl.where(nearer, away, distance)
         chosen = tl.where(nearer, guess, chosen)
         which = tl.where(nearer, i, which)
-    deviation = tl.load(guess_stats + line + 1, mask=live, other=0.0)
+    deviation = tl.load(guess_stats + line * FIELDS + 1)
     helps = (chosen < float("inf")) & (target - chosen <= deviation * REACH)
-    key = tl.where(helps, sortable(chosen), HIGHEST)
-    tl.store(best + u, key)
-    return key, which
+    return tl.where(helps, sortable(chosen), HIGHEST), which
 
 
 @triton.jit
-def sum_guesses(
-    guess_acc, guess_stats, at, key, which, maximum, d, GUESSES: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """(weighted values [BD], weights) of all keys above the chosen guesses, weights relative to exp(maximum)."""
-    u = tl.arange(0, SLOTS)
-    live = key < HIGHEST
-    line = (at * SLOTS + u) * GUESSES + which
-    m = tl.load(guess_stats + line * FIELDS + 2, mask=live, other=float("-inf"))
-    l = tl.load(guess_stats + line * FIELDS + 3, mask=live, other=0.0)
-    acc = tl.load(guess_acc + line[:, None] * BD + d[None, :], mask=live[:, None], other=0.0)
-    w = tl.exp2((m - maximum) * LOG2E)
-    w = tl.where(live, w, 0.0)
-    return tree_sum(tl.fma(acc, w[:, None], 0.0), SLOTS, BD), tl.sum(
-        tree_sum(tl.fma(l, w, 0.0)[:, None], SLOTS, 1), 0
-    )
+def load_guess(guess_acc, guess_stats, line, maximum, d, BD: tl.constexpr):
+    """(weighted values [BD], weights) of a unit's keys above a guess, weights relative to exp(maximum)."""
+    w = tl.exp2((tl.load(guess_stats + line * FIELDS + 2) - maximum) * LOG2E)
+    return tl.load(guess_acc + line * BD + d) * w, tl.load(guess_stats + line * FIELDS + 3) * w

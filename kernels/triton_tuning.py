@@ -21,11 +21,13 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for.
-    Selection gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
-    `register_scores` in all, short rows in a tensor of `small_scores`. The sum of values takes steps of `gather_block`.
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. The
+    search for the cut gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
+    `register_scores` in all, short rows in a tensor of `small_scores`. Units are then listed in pieces of up to `piece`
+    keys, `thread_keys` per thread, and values are summed in steps of `gather_block`.
 
-    `stages`, `pair`, `thread_scores`, `register_scores` and `small_scores` change no bits; everything else does.
+    `stages`, `pair`, `thread_scores`, `register_scores`, `small_scores`, `piece` and `thread_keys` change no bits;
+    everything else does.
     """
 
     block: int = 64
@@ -42,7 +44,9 @@ class Tiles:
     register_scores: int = 32768
     small_scores: int = 2048
     thread_scores: int = 32
-    gather_block: int = 64
+    piece: int = 2048
+    thread_keys: int = 8
+    gather_block: int = 16
 
     def __post_init__(self) -> None:
         free = ("stages", "kept_stages", "guesses", "pair")
@@ -55,6 +59,11 @@ class Tiles:
             raise ValueError(
                 f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"
             )
+        if self.block > 128 or self.small_scores < 4 * self.block:
+            raise ValueError(
+                f"block={self.block} must be at most 128 and a quarter of small_scores={self.small_scores}: retained "
+                "keys are counted by blocks, four blocks at a time"
+            )
         if self.min_unit < max(4, self.block):
             raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
 
@@ -63,7 +72,7 @@ def tiles_for(attention: Attention) -> Tiles:
     """The tiles of one call."""
     bytes_per_key = attention.head_dim * attention.q.element_size()
     if bytes_per_key > 512:
-        return Tiles(block=16, kept_block=16, gather_block=16)
+        return Tiles(block=16, kept_block=16)
     if bytes_per_key > 256:
-        return Tiles(block=32, kept_block=64, gather_block=64)
+        return Tiles(block=32, kept_block=64)
     return Tiles()

@@ -11,19 +11,15 @@ from kernel_cases import DEVICES, SITE, Case, Shape, build, call, plane_of
 from torch import Tensor
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
-
-from sparse_compile.kernels.triton_select import running_counts
 from sparse_compile.kernels.triton_tuning import Tiles
 
 HEADS = 2
 TILES = Tiles(
     block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2,
-    gather_block=16, register_scores=64, small_scores=32,
+    gather_block=4, piece=32, register_scores=128, small_scores=64,
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
-"""Around slices (16), the two tensors of scores (32, 64), several passes, and several slices per program."""
+"""Around blocks (16), pieces (32), the two tensors of scores (64, 128), several passes, and several units."""
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +111,25 @@ def test_nan_scores_keep_to_their_room(device: str) -> None:
             index = after.store["index"][slot, SITE]
             assert bool(((index[:, :count] >= 0) & (index[:, :count] < length)).all())
             assert torch.equal(index[:, count:], case.store["index"][slot, SITE][:, count:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_row_leaves_depends_on_the_row_alone(device: str) -> None:
+    """Neither neighbours nor the width of the block table change a bit, though both change how work is shared."""
+    case = build(Shape(((16, 1), (70, 1), (130, 1)), heads=(4, 2), dtype=torch.float32, device=device))
+    together, wide = case.copy(), case.copy()
+    wide.plan["block_table"] = torch.nn.functional.pad(
+        wide.plan["block_table"], (0, 3 * wide.plan["block_table"].shape[1])
+    )
+    for mine in (together, wide):
+        call(mine, "capture", "triton")
+    for row in range(case.rows):
+        alone, slot = case.select([row]), int(case.store["row_slot"][row])
+        call(alone, "capture", "triton")
+        for name in ("index", "count", "mass", "o_ref", "c_ref"):
+            want = alone.store[name][slot, SITE]
+            assert torch.equal(together.store[name][slot, SITE], want), (row, name)
+            assert torch.equal(wide.store[name][slot, SITE], want), (row, name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -220,22 +235,8 @@ def test_guesses_are_used_where_they_help(kind: str, helps: bool, device: str) -
         scratch.fixes.fill_(-1)
         triton_backend._select(attention, case.store_view, case.retention, scratch)
         found.append(case.store["c_ref"][slot, SITE].clone())
-    fixes = (scratch.fixes >= 0).sum(1)
     assert torch.equal(*found) != helps
-    assert bool((fixes < 0.7 * case.retention.count(130)).all())
-    assert bool(fixes.any()) == helps
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_running_counts(device: str) -> None:
-    width = 16384  # wide enough for two levels
-    marks = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    marks, got = marks.to(device), torch.empty(width, dtype=torch.int32, device=device)
-    counts_of[(1,)](marks, got, width)
-    assert torch.equal(got, marks.cumsum(0).int())
-
-
-@triton.jit
-def counts_of(marks, out, NB: tl.constexpr):
-    n = tl.arange(0, NB)
-    tl.store(out + n, running_counts(tl.load(marks + n), NB))
+    if helps:
+        fixes = (scratch.fixes >= 0).sum(1)
+        assert bool(fixes.any())
+        assert bool((fixes < 0.7 * case.retention.count(130)).all())
