@@ -67,9 +67,13 @@ class Executor(Protocol):
         ...
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        loops: int | None = None,
     ) -> list[Callable[[], object]]:
-        """What to call once, so that no later step of these numbers of rows compiles anything."""
+        """What to call once, so that no later step of these numbers of rows compiles anything. loops: of one step."""
         ...
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:

@@ -61,6 +61,7 @@ class Executor:
         # int32 [sites of a body, loops]: what a sparse row does there
         modes = [[_MODES[kind] for kind in row] for row in self.kinds]
         self._modes = torch.tensor(modes, dtype=torch.int32, device=self.device)
+        self._captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
         self._carried: Environment = {}  # [1 + seats, ...] each
 
     @property
@@ -96,14 +97,29 @@ class Executor:
         return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        loops: int | None = None,
     ) -> list[Callable[[], object]]:
-        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
+        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind, or
+        of `loops` bodies with every choice of those that may capture.
+        """
         counts = self.compiler.one_of_each_kind({1, *rows})
         prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
         plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
-        plans += [(self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds]
-        return [partial(run, plan) for run, plan in plans]
+        if loops is None:
+            plans += [
+                (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
+            ]
+        steps: list[Callable[[], object]] = [partial(run, plan) for run, plan in plans]
+        if loops is None:
+            return steps
+        for count in counts:
+            plan = padding_plan(block_table, count, "mixed", loops=loops)
+            steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
+        return steps
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """Copies of what the row of `seat` carries between two runs of some loops; nothing before the first."""
@@ -116,12 +132,23 @@ class Executor:
 
     def captures_at(self, plan: RowPlan) -> tuple[bool, ...]:
         """For each body of a run of some loops: whether a row may capture there, as far as the host knows."""
-        captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
         return tuple(
             plan.kind != "dense"
-            and any(captures[depth + step] for depth in plan.depths if depth + step < self.loops)
+            and any(self._captures[depth + step] for depth in plan.depths if depth + step < self.loops)
             for step in range(plan.loops or 0)
         )
+
+    def capture_choices(self, loops: int, kinds: Sequence[ProgramKind]) -> list[tuple[bool, ...]]:
+        """Everything that `captures_at` may say of runs of `loops` bodies: rows stand at any of the depths where such
+        runs begin, and only those that are not dense capture.
+        """
+        found = {(False,) * loops}
+        if any(kind != "dense" for kind in kinds):
+            for depth in range(0, self.loops, loops):
+                steps = range(depth, depth + loops)
+                at = tuple(step < self.loops and self._captures[step] for step in steps)
+                found |= {tuple(map(any, zip(at, other, strict=True))) for other in found}
+        return sorted(found)
 
     # ------------------------------------------------------------------ the whole model
 

@@ -115,17 +115,35 @@ class GraphExecutor:
         self.buckets[key] = Bucket(graph, plan, logits)
         return self.buckets[key]
 
-    def keys(self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind]) -> list[BucketKey]:
-        """Every bucket of whole runs with these rows, the largest first, so that the others fit into its memory."""
+    def keys(
+        self,
+        rows: Iterable[int],
+        table_pages: int,
+        kinds: Sequence[ProgramKind],
+        loops: int | None = None,
+    ) -> list[BucketKey]:
+        """Every bucket of runs of these rows and loops, the largest first, so that the others fit into its memory."""
         wanted = sorted({b for count in rows if (b := self._rows(count)) is not None}, reverse=True)
         widths = self.widths(table_pages)[::-1]
-        return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
+        if loops is None:
+            return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
+        choices = self.inner.capture_choices(loops, kinds)
+        return [
+            BucketKey(count, "mixed", pages, loops, captures)
+            for count in wanted
+            for pages in widths
+            for captures in choices
+        ]
 
     def warm_up(
-        self, rows: Sequence[int], block_table: torch.Tensor, kinds: Sequence[ProgramKind]
+        self,
+        rows: Sequence[int],
+        block_table: torch.Tensor,
+        kinds: Sequence[ProgramKind],
+        loops: int | None = None,
     ) -> list[Callable[[], object]]:
         """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
-        keys = [key for key in self.keys(rows, block_table.shape[1], kinds) if key not in self.buckets]
+        keys = [key for key in self.keys(rows, block_table.shape[1], kinds, loops) if key not in self.buckets]
         return [
             *self.inner.warm_up((), block_table, ()),
             *(partial(self.capture, key, block_table) for key in keys),

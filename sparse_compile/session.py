@@ -75,7 +75,8 @@ class Session:
         if options.retention is not None:
             kinds += ["sparse", "mixed"] if options.dense_below else ["sparse"]
         with self._lock, _plain_tensors():
-            steps = self.engine.executor.warm_up(range(1, self.rows + 1), seats.block_table, kinds)
+            rows = range(1, self.rows + 1)
+            steps = self.engine.executor.warm_up(rows, seats.block_table, kinds, options.loops_per_step)
             with WorkProgress(len(steps), progress, verb="warming up", unit="steps") as bar:
                 for step in steps:
                     step()

@@ -16,19 +16,31 @@ room covers a case, it is named here instead of copied:
     A27  test_kernels_ops::test_strides_do_not_matter (one fused projection, expanded, one row)
     A29  test_kernels_ops::test_consume_before_capture_is_refused
 
-Not applicable yet, because what they are about does not exist yet:
+    A35  test_serve::test_a35_an_abort_while_a_prompt_is_handed_over_to_decode (prefill and decode of one engine)
+    A5, A19  in test_serve too: test_serve::test_a5_prompts_in_chunks_in_one_batch, ::test_a19_a_python_callback_per_step
+    A34  with preemption: test_engine_suspension::test_the_last_one_makes_room_when_pages_run_out
+    A16, A17, A18  with CUDA graphs: test_graphs::test_the_key_covers_rows_width_kind_and_depths,
+         ::test_graphs_change_no_bits, ::test_rows_beyond_the_plan_touch_only_the_dummies (they need a GPU, but the first)
 
-    A12  number of compilations, A13 report of graph breaks, A17 graph replay, A19 a Python callback in a graph,
-         A21 clones in the post-grad graph: no program is run through torch.compile or a CUDA graph
-    A14  zero rewrites of scaled_dot_product_attention: there is no torch.compile backend. (Its twin of the front end
-         that there is, a model none of whose attention is found, is A1.)
+and of the torch.compile backend:
+
+    A4   test_backend::test_position_ids_and_cache_positions_are_rewritten_alike
+    A6   test_backend::test_masks_of_every_type_are_one_mask
+    A11  test_backend::test_calls_of_other_sizes
+    A12  test_backend::test_no_compilation_after_the_second_token
+    A13  test_backend::test_a_mask_with_zeros_and_a_break_in_the_report
+    A14  test_backend_graphs::test_nothing_rewritten_is_an_error_with_a_reason_per_node
+    A15  test_backend::test_rows_that_end_cause_no_compilation, ::test_a_prompt_of_one_token
+    A16  test_backend::test_logits_of_a_step_outlive_the_next
+    A20, A21, A22  test_backend_inductor::test_ops_may_be_given_a_tensor_and_its_copy, ::test_one_compiled_step
+
+Not applicable, because what they are about does not exist:
+
     A30  a wrong draft each time, A31 as far as it speaks of rejected tokens, A32 the distribution of sampling with
          drafts, A33 as far as it speaks of draft positions: no speculation
     A29  as far as it speaks of options to keep the first and last tokens
-    A35  abort during a hand-over: prefill and decode run in one engine
 
-Of what is asked for most, not yet there: lm_eval, `warmup()` and a compile cache, a deterministic mode with a
-self-test.
+Of what is asked for most, not yet there: lm_eval, a deterministic mode with a self-test.
 """
 
 from __future__ import annotations
