@@ -119,7 +119,11 @@ class PassManager:
         directory = compilation.options.dump_dir
         if directory is None:
             return
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            limit = f"is no folder that can be written: {error.strerror}"
+            raise OptionError("SPARSE_COMPILE_DUMP", str(directory), limit, "name another folder") from None
         (directory / f"{number:02d}_{name}_{when}.txt").write_text(str(compilation.graph.graph) + "\n")
         if when == "after":
             for variant in compilation.variants.values():

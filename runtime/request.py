@@ -37,7 +37,8 @@ class SamplingParams:
     processor: Processor | None = None
     # Asked after each token with (ids int64 [1, length], its own included; processed scores); true: "stop".
     stop: StopRule | None = None
-    # Owns the randomness of do_sample; without one the engine seeds one from torch's global generator.
+    # Owns the randomness of do_sample; without one the engine seeds one from torch's global generator. Requests that
+    # share one draw from it in turn, so each then depends on who runs beside it.
     generator: torch.Generator | None = None
     prefix_length: int = 0  # prefix-LM: so many prompt tokens see each other, and are prefilled in one chunk
     want_logits: bool = False  # outputs carry copies of the raw logits and of the processed scores

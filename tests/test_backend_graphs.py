@@ -401,6 +401,12 @@ def test_dumps_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "03_rewrite_calls_before.txt" in names
     assert "cached_consume" in (folder / "03_rewrite_calls_after.txt").read_text()
     assert "cached_consume" not in (folder / "03_rewrite_calls_before.txt").read_text()
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("SPARSE_COMPILE_DUMP", str(tmp_path / "taken"))
+    with pytest.raises(
+        Exception, match=r"SPARSE_COMPILE_DUMP=.*is no folder that can be written.*; name another"
+    ):
+        compile_form(sdpa, key_retention=0.25)(*example())
 
 
 @pytest.mark.parametrize(

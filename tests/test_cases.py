@@ -17,10 +17,11 @@ room covers a case, it is named here instead of copied:
     A29  test_kernels_ops::test_consume_before_capture_is_refused
 
     A35  test_serve::test_a35_an_abort_while_a_prompt_is_handed_over_to_decode (prefill and decode of one engine)
-    A5, A19  in test_serve too: test_serve::test_a5_prompts_in_chunks_in_one_batch, ::test_a19_a_python_callback_per_step
+    A5   test_serve::test_a5_prompts_in_chunks_in_one_batch
+    A19  test_serve::test_a19_a_python_callback_per_step
     A34  with preemption: test_engine_suspension::test_the_last_one_makes_room_when_pages_run_out
     A16, A17, A18  with CUDA graphs: test_graphs::test_the_key_covers_rows_width_kind_and_depths,
-         ::test_graphs_change_no_bits, ::test_rows_beyond_the_plan_touch_only_the_dummies (they need a GPU, but the first)
+         ::test_graphs_change_no_bits, ::test_rows_beyond_the_plan_touch_only_the_dummies (all but the first need a GPU)
 
 and of the torch.compile backend:
 

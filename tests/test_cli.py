@@ -137,6 +137,16 @@ def test_errors_are_one_line_with_an_exit_code(
     assert "Traceback" in err
 
 
+def test_an_argument_of_the_wrong_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found, out, err = run(
+        capsys, "plan", "tiny:ouro", "--gpu-memory", "1GiB", "--context", "8", "--batch", "x"
+    )
+    assert (found, out) == (2, "")
+    assert "--batch" in err.splitlines()[-1]
+    assert "'x'" in err or "integer" in err
+    assert "--context" in run(capsys, "plan", "tiny:ouro", "--gpu-memory", "1GiB")[2]
+
+
 def test_bad_values_are_refused_before_loading(
     fakes: Compiled, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def run(arguments: list[str] | None = None) -> int:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is out already
             return USAGE
+        error.message = error.format_message()  # type: ignore[attr-defined]  # with the name of the option
         return report_error(error, as_json="--json" in arguments, code=USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return 130
