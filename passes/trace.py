@@ -96,6 +96,10 @@ def check_model(model: nn.Module) -> None:
     """Raises UnsupportedModel for what can be seen without running the model."""
     from transformers import PreTrainedModel
 
+    if isinstance(getattr(model, "_orig_mod", None), PreTrainedModel):
+        raise UnsupportedModel(
+            f"{type(model).__name__} is a model under torch.compile; pass the model itself, which is its _orig_mod."
+        )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"{type(model).__name__} is not a transformers PreTrainedModel.")
     if "position_ids" not in inspect.signature(model.forward).parameters:

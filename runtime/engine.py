@@ -85,9 +85,10 @@ class Executor(Protocol):
         rows: Sequence[int],
         block_table: torch.Tensor,
         kinds: Sequence[ProgramKind],
+        loops: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
-        """What to call once, so that no later step of these numbers of rows compiles anything."""
+        """What to call once, so that no later step of these numbers of rows compiles anything. loops: of one step."""
         ...
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:

@@ -142,21 +142,29 @@ class Executor:
         rows: Sequence[int],
         block_table: torch.Tensor,
         kinds: Sequence[ProgramKind],
+        loops: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
-        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind."""
+        """What to call once, so that no later step compiles anything: prompts, then steps of `rows` of each kind, or
+        of `loops` bodies with every choice of those that may capture.
+        """
         counts = self.compiler.one_of_each_kind({1, *rows})
         prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
-        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = [
-            (self.prefill, padding_plan(block_table, count, "dense")) for count in prompts
-        ]
-        if drafting is None:
+        plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
+        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
+        if drafting is not None:
+            plans += self._drafting_plans(rows, block_table, kinds, drafting)
+        elif loops is None:
             plans += [
                 (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
             ]
-        else:
-            plans += self._drafting_plans(rows, block_table, kinds, drafting)
-        return [partial(run, plan) for run, plan in plans]
+        steps: list[Callable[[], object]] = [partial(run, plan) for run, plan in plans]
+        if loops is None:
+            return steps
+        for count in counts:
+            plan = padding_plan(block_table, count, "mixed", loops=loops)
+            steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
+        return steps
 
     def _drafting_plans(
         self,
@@ -196,6 +204,18 @@ class Executor:
             and any(self._captures[depth + step] for depth in plan.depths if depth + step < self.loops)
             for step in range(plan.loops or 0)
         )
+
+    def capture_choices(self, loops: int, kinds: Sequence[ProgramKind]) -> list[tuple[bool, ...]]:
+        """Everything that `captures_at` may say of runs of `loops` bodies: rows stand at any of the depths where such
+        runs begin, and only those that are not dense capture.
+        """
+        found = {(False,) * loops}
+        if any(kind != "dense" for kind in kinds):
+            for depth in range(0, self.loops, loops):
+                steps = range(depth, depth + loops)
+                at = tuple(step < self.loops and self._captures[step] for step in steps)
+                found |= {tuple(map(any, zip(at, other, strict=True))) for other in found}
+        return sorted(found)
 
     # ------------------------------------------------------------------ the whole model
 

@@ -8,7 +8,6 @@ are padding: they touch the dummy page and slot only.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -148,11 +147,25 @@ class GraphExecutor:
             return getattr(self.inner, key.run)(plan)
         return getattr(self.inner, key.run)(plan, key.captures)
 
-    def keys(self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind]) -> list[BucketKey]:
-        """Every bucket of whole runs with these rows, the largest first, so that the others fit into its memory."""
+    def keys(
+        self,
+        rows: Iterable[int],
+        table_pages: int,
+        kinds: Sequence[ProgramKind],
+        loops: int | None = None,
+    ) -> list[BucketKey]:
+        """Every bucket of runs of these rows and loops, the largest first, so that the others fit into its memory."""
         wanted = sorted({b for count in rows if (b := self._rows(count)) is not None}, reverse=True)
         widths = self.widths(table_pages)[::-1]
-        return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
+        if loops is None:
+            return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
+        choices = self.inner.capture_choices(loops, kinds)
+        return [
+            BucketKey(count, "mixed", pages, loops, captures)
+            for count in wanted
+            for pages in widths
+            for captures in choices
+        ]
 
     def draft_keys(
         self, rows: Iterable[int], table_pages: int, kinds: Sequence[ProgramKind], drafting: Drafting
@@ -162,7 +175,11 @@ class GraphExecutor:
         more = self.keys(range(1, most * drafting.rows + 1), table_pages, kinds)
         if drafting.pipeline:
             several = {replace(key, kind="mixed", loops=loops, run="advance") for key in more}
-            found = [replace(key, captures=one) for key in several for one in self._captures(loops)]
+            found = [
+                replace(key, captures=one)
+                for key in several
+                for one in self.inner.capture_choices(loops, kinds)
+            ]
             return sorted(found, key=lambda key: (-key.rows, -key.pages))
         heads = (True, False) if drafting.rows > 1 else (False,)
         first = self.keys(range(1, most + 1), table_pages, kinds)
@@ -171,26 +188,18 @@ class GraphExecutor:
             *(replace(key, loops=self.loops - loops, run="verify") for key in more),
         ]
 
-    def _captures(self, loops: int) -> set[tuple[bool, ...]]:
-        """What `captures_at` may say of a step of a pipeline: of rows at any of its depths."""
-        empty = padding_plan(torch.zeros(1, 1, dtype=torch.int32), 0, "mixed", loops=loops)
-        found: set[tuple[bool, ...]] = set()
-        for depth in range(0, self.loops, loops):
-            one = self.inner.captures_at(replace(empty, depths=frozenset({depth})))
-            found |= {one} | {tuple(map(operator.or_, one, other)) for other in found}
-        return found
-
     def warm_up(
         self,
         rows: Sequence[int],
         block_table: torch.Tensor,
         kinds: Sequence[ProgramKind],
+        loops: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
         pages, lines = block_table.shape[1], block_table.shape[0]
         if drafting is None:
-            keys = self.keys(rows, pages, kinds)
+            keys = self.keys(rows, pages, kinds, loops)
         else:
             keys, lines = self.draft_keys(rows, pages, kinds, drafting), lines * drafting.rows
         return [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_compile import SpeculationConfig, sparse_compile
+from sparse_compile import SamplingParams, SpeculationConfig, sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.graphs import BucketKey, GraphExecutor
 from sparse_compile.runtime.options import Drafting
-from sparse_compile.runtime.plan import PlanBuilder, Segment
+from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
 from sparse_compile.runtime.seats import SeatTable
 
 LENGTHS = (3, 17, 40)
@@ -33,6 +33,43 @@ def generate(compiled: object, rows: list[torch.Tensor], new: int = 24) -> list[
     return out[:, width:].tolist()
 
 
+@pytest.mark.parametrize(
+    ("loops", "capture", "recapture"), [(None, 1, None), (1, 1, None), (2, 0, 2), (3, 0, 2), (1, 0, 3)]
+)
+def test_a_warm_up_knows_every_bucket_of_a_run(
+    loops: int | None, capture: int, recapture: int | None
+) -> None:
+    """Nothing is captured here: the keys that requests of all ages meet are those that the warm-up goes through."""
+    options = {
+        "capture_loop": capture,
+        "recapture_every": recapture,
+        "dense_below": 9,
+        "loops_per_step": loops,
+    }
+    model = sparse_compile(tiny_model("ouro"), key_retention=0.3, validate=False, page_size=4, **options)
+    engine = model.serve(3, 32)
+    graphs, met = GraphExecutor(engine.executor, page_size=4, rows=(1, 2, 4)), set()
+    run = engine.executor.decode
+
+    def decode(plan: RowPlan) -> torch.Tensor:
+        met.add(graphs.key(plan))
+        return run(plan)
+
+    engine.executor.decode = decode  # type: ignore[method-assign]
+    for length in (3, 7, 12, 4):
+        engine.add_request(list(range(5, 5 + length)), SamplingParams(7))
+        engine.step()
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    table = engine.plans.seats.block_table
+    steps = graphs.warm_up(range(1, 4), table, ("dense", "sparse", "mixed"), loops)
+    keys = [step.args[0] for step in steps if step.func == graphs.capture]  # type: ignore[attr-defined]
+    assert len(set(keys)) == len(keys)
+    assert len(met) > 3
+    assert met <= set(keys)
+
+
 class FakeInner:
     """As much of an executor as the keys need."""
 
@@ -40,6 +77,9 @@ class FakeInner:
 
     def captures_at(self, plan: object) -> tuple[bool, ...]:
         return (True,) * (plan.loops or 0)  # type: ignore[attr-defined]
+
+    def capture_choices(self, loops: int, kinds: object) -> list[tuple[bool, ...]]:
+        return [(True,) * loops]
 
 
 def plan_of(lengths: tuple[int, ...], loops: int | None = None) -> object:

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from sparse_compile import sparse_compile
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Options
@@ -328,3 +329,10 @@ def test_rotary_embeddings_of_fixed_frequencies_are_compiled(kind: str) -> None:
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert build_program(tiny_model("ouro", rope_parameters=rope), OPTIONS).rolled
+
+
+def test_a_model_under_torch_compile_is_named_with_the_remedy() -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"OptimizedModule is a model under torch.compile; pass .* _orig_mod"
+    ):
+        sparse_compile(torch.compile(tiny_model("ouro"), backend="eager"))

@@ -88,6 +88,27 @@ def test_a_warm_up_without_sizes_takes_those_of_the_options(model: torch.nn.Modu
     assert free.capacity == (1, 512)  # all positions of the model, which has fewer than 2,048
 
 
+@pytest.mark.parametrize("loops", [None, 1, 3])
+def test_a_warm_up_runs_the_steps_that_requests_will_run(model: torch.nn.Module, loops: int | None) -> None:
+    """Of `loops_per_step` bodies, captures and none among them."""
+    asked = compiled(model, loops_per_step=loops, dense_below=9)
+    ran: list[tuple[int | None, str]] = []
+    make = asked._keeper.make_engine
+
+    def watched(*sizes: int) -> Engine:
+        engine = make(*sizes)
+        run = engine.executor.decode
+        engine.executor.decode = lambda plan, *more: ran.append((plan.loops, plan.kind)) or run(plan, *more)
+        return engine
+
+    asked._keeper.make_engine = watched
+    asked.warmup(2, 32, progress=False)
+    assert {loops} == {each for each, _ in ran}
+    assert {kind for _, kind in ran} == ({"mixed"} if loops else {"dense", "sparse", "mixed"})
+    tokens = new_tokens(asked, prompts(5, 3), 8)
+    assert tokens == new_tokens(compiled(model, dense_below=9), prompts(5, 3), 8)
+
+
 def test_what_the_model_cannot_read_is_refused(model: torch.nn.Module) -> None:
     engine = compiled(model).serve(2, 32)
     with pytest.raises(ValueError, match=r"prompt_ids holds 272; the model knows ids up to 271"):
