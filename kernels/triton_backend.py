@@ -36,6 +36,11 @@ from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
 
+PROGRAM_KEYS = 2048
+"""The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
+START_KEYS = 128
+"""What starting a program costs, as keys that it could have attended to."""
+
 
 def dense(attention: Attention, out: Tensor) -> None:
     """Fill out [T, H, D]; inactive rows get zeros."""
@@ -122,30 +127,35 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, bool, int]:
-    """(programs per line, pair, stages) of a launch with `lines` tiles; how many programs follows from what the block
-    table and the store could hold.
+def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, int, int]:
+    """(programs per line, units of each, stages) of a launch with `lines` tiles; how many programs follows from what
+    the block table and the store could hold.
 
-    Pairing and the depth of the pipeline change no bits, only how the programs fill the GPU. Three programs share a
-    multiprocessor, four with a shallow pipeline: that pays where all programs then run at once, one unit each or two.
+    None of it changes bits, only how the programs fill the GPU. Three programs share a multiprocessor, four with a
+    shallow pipeline.
     """
     keys = a.max_pages * a.page_size
-    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
-        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
+        kept = cdiv(min(store.capacity, keys), tiles.min_kept)
+        kept = min(tiles.max_kept, kept)
     if mode == MODE_CONSUME:
-        return kept, False, tiles.stages or 3
-    processors = _multiprocessors(a.q.device)
-    pair = tiles.pair
-    if pair is None:
-        pair = lines * cdiv(units, 2) <= 4 * processors < lines * units
-    if mode == MODE_MIXED:  # its consume rows have no pairs
-        pair = False
-    if pair:
-        units = cdiv(units, 2)
-    stages = tiles.stages or (2 if pair or 3 * processors < lines * units <= 4 * processors else 3)
-    return max(units, kept), pair, stages
+        return kept, 1, tiles.stages or 3
+    unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
+    units = cdiv(keys, unit)
+    stages = tiles.stages or 2
+    span = tiles.span or _span(unit, units, lines, (4 if stages == 2 else 3) * _multiprocessors(a.q.device))
+    return max(cdiv(units, span), kept), span, stages
+
+
+def _span(unit: int, units: int, lines: int, at_once: int) -> int:
+    """How many units of `unit` keys a program should take, where `at_once` programs run at the same time."""
+
+    def cost(span: int) -> int:
+        return cdiv(lines * cdiv(units, span), at_once) * (span * unit + START_KEYS)
+
+    spans = [1 << i for i in range(units.bit_length()) if (unit << i) <= PROGRAM_KEYS]
+    return min(spans or [1], key=cost)
 
 
 def _attend(
@@ -173,11 +183,11 @@ def _attend(
     if writes and not fuse:
         _write(a, k, v)
     heads = a.heads if per_head else a.kv_heads
-    units, pair, stages = _units(tiles, a, mode, heads * (a.rows // group), store)
+    programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
-    attention_kernel[(heads, units, a.rows // group)](
+    attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
@@ -193,11 +203,11 @@ def _attend(
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
+        SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda",
         num_warps=tiles.warps,
-        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if pair or mode == MODE_CAPTURE else {}),
+        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
     )  # fmt: skip
     return scratch
 

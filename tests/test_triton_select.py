@@ -135,20 +135,21 @@ def test_what_a_row_leaves_depends_on_the_row_alone(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_unit_or_two_per_program_make_the_same_bits(
+def test_any_number_of_units_per_program_makes_the_same_bits(
     dtype: torch.dtype, heads: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparse_compile.kernels import triton_backend
 
     case = build(Shape(((16, 1), (70, 1), (130, 1)), heads=heads, dtype=dtype, device=device))
     results = []
-    for pair in (False, True):
-        made = replace(TILES, pair=pair)
+    for span in (1, 2, 3, 16):
+        made = replace(TILES, span=span)
         monkeypatch.setattr(triton_backend, "tiles_for", lambda attention, made=made: made)
         mine = case.copy()
         results.append((call(mine, "capture", "triton"), mine.store["mass"], mine.store["c_ref"]))
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+    for parts in zip(*results, strict=True):
+        for part in parts[1:]:
+            assert torch.equal(parts[0].nan_to_num(7.0), part.nan_to_num(7.0))
     assert torch.equal(call(case.copy(), "dense", "triton"), results[0][0])
     wanted = call(case.copy(), "dense", "batched")
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
