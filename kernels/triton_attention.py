@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .triton_guesses import HALF
-from .triton_loops import attend_kept, attend_span, keep_unit
+from .triton_loops import attend_kept, attend_span, store_part
 from .triton_parts import LOG2E, finite_or_zero, merge_units, unit_size
 
 MODE_DENSE = 0
@@ -170,16 +170,12 @@ def attention_kernel(
         total = length - first
         keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
-    if MODE == _MIXED:
-        each = tl.where(kept, 1, SPAN)
-    else:
-        each: tl.constexpr = SPAN
-    start = span * each * keys
+    start = span * SPAN * keys
     table_row = table + seq * table_s
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
-    last = tl.maximum(units - 1, 0) // each
+    last = tl.maximum(units - 1, 0) // SPAN
     if FUSE_WRITE and (span == last) & (length > 0):
         write_key(k_new, v_new, k_pool, v_pool, table_row, position, row0, base, kv0,
                   k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
@@ -190,12 +186,10 @@ def attention_kernel(
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
-        end = tl.minimum(start + each * keys, total)
+        end = tl.minimum(start + SPAN * keys, total)
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
-        unit = span * each
-        cut = tl.full([BM], float("-inf"), tl.float32)
-        deviation = cut
+        unit = span * SPAN
         if kept:
             kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
@@ -203,7 +197,7 @@ def attention_kernel(
                 cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
-            m, l, acc, cut, deviation, unit = attend_span(
+            unit, m, l, acc = attend_span(
                 q_tile, k_pool, v_pool, base, table_row, start + first, end + first, keys, unit, first_m, length_m,
                 at_m, own, d, d_ok, pool_page, pool_token, scale, cap, quantile, scores + at_0 * scores_s, line_m,
                 part_acc, part_m, part_l, guess_acc, guess_stats, row0, head0, width, captured, bias, bias_m, GUESSES,
@@ -211,17 +205,16 @@ def attention_kernel(
                 SLOTS, SPAN,
             )  # fmt: skip
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
-        if units == 1:
-            keep_unit(part_acc, part_m, part_l, guess_acc, guess_stats, at_m, own, unit, m, l, acc, cut, deviation,
-                      row0, head0, width, d, captured, GUESSES, COPIES, HEADS, BM, BD, SLOTS, True)  # fmt: skip
+        PAIRS: tl.constexpr = SPAN > 1
+        if units <= (2 if PAIRS else 1):
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
             emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                  kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
-            keep_unit(part_acc, part_m, part_l, guess_acc, guess_stats, at_m, own, unit, m, l, acc, cut, deviation,
-                      row0, head0, width, d, captured, GUESSES, COPIES, HEADS, BM, BD, SLOTS, False)  # fmt: skip
+            place = unit // 2 if PAIRS else unit
+            store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
             if ticket == last:
@@ -232,7 +225,7 @@ def attention_kernel(
                     row = row0 + i // width
                     head = head0 + i % width
                     acc_1, m_1, l_1 = merge_units(
-                        part_acc, part_m, part_l, row * HEADS + head, units, d, SLOTS, BD
+                        part_acc, part_m, part_l, row * HEADS + head, units, d, PAIRS, SLOTS, BD
                     )
                     if HAS_SINK and MODE != _CONSUME:
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)

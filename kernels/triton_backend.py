@@ -20,6 +20,7 @@ from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
 from .arrivals import arrivals
+from .beside import join, run_beside
 from .retention import Retention
 from .triton_attention import (
     MODE_CAPTURE,
@@ -36,10 +37,8 @@ from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
 
-PROGRAM_KEYS = 2048
+SPAN_KEYS = 2048
 """The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
-START_KEYS = 128
-"""What starting a program costs, as keys that it could have attended to."""
 
 
 def dense(attention: Attention, out: Tensor) -> None:
@@ -49,12 +48,14 @@ def dense(attention: Attention, out: Tensor) -> None:
 
 def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
     """`dense`, and each active row's reference written to its slot."""
+    join(attention.q.device)
     scratch = _attend(attention, out, MODE_CAPTURE, store, retention)
     _select(attention, store, retention, scratch)
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
     """Fill out with O_ref + m * (T - C_ref). A row whose slot is empty gets NaN: it has no answer."""
+    join(attention.q.device)
     _attend(attention, out, MODE_CONSUME, store)
 
 
@@ -67,6 +68,7 @@ def mixed(
     captures: bool = True,
 ) -> None:
     """Each row by its mode. `captures=False` promises that no row has mode capture, and skips what that would need."""
+    join(attention.q.device)
     scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
@@ -91,6 +93,7 @@ class Scratch:
         self.part_acc = empty(lines, self.units, self.width)
         self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
         self.arrived = arrivals(device, lines)  # one per row and head
+        self.selected = arrivals(device, lines, "selection") if capacity else self.arrived
         if not capacity:
             lines = 0
         room = max(tiles.register_scores, tiles.piece)
@@ -132,30 +135,26 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     the block table and the store could hold.
 
     None of it changes bits, only how the programs fill the GPU. Three programs share a multiprocessor, four with a
-    shallow pipeline.
+    shallow pipeline: that pays where all programs then run at once, each with the fewest units that allow it.
     """
     keys = a.max_pages * a.page_size
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
-        kept = cdiv(min(store.capacity, keys), tiles.min_kept)
-        kept = min(tiles.max_kept, kept)
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
     units = cdiv(keys, unit)
-    stages = tiles.stages or 2
-    span = tiles.span or _span(unit, units, lines, (4 if stages == 2 else 3) * _multiprocessors(a.q.device))
-    return max(cdiv(units, span), kept), span, stages
-
-
-def _span(unit: int, units: int, lines: int, at_once: int) -> int:
-    """How many units of `unit` keys a program should take, where `at_once` programs run at the same time."""
-
-    def cost(span: int) -> int:
-        return cdiv(lines * cdiv(units, span), at_once) * (span * unit + START_KEYS)
-
-    spans = [1 << i for i in range(units.bit_length()) if (unit << i) <= PROGRAM_KEYS]
-    return min(spans or [1], key=cost)
+    at_once = 4 * _multiprocessors(a.q.device)
+    spans = [
+        span for span in (1, 2, 4, 8) if lines * cdiv(units, span) <= at_once and span * unit <= SPAN_KEYS
+    ]
+    span = tiles.span or min(spans, default=1)
+    if mode == MODE_MIXED:  # its consume rows have no spans
+        span = 1
+    programs = cdiv(units, span)
+    crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
+    return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
 
 
 def _attend(
@@ -255,9 +254,13 @@ def _quantile(retention: Retention | None) -> float:
 def _select(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
-    """Fill index, count, mass and C_ref of the store for the rows that captured."""
-    _cut(a, retention, scratch, row_mode)
-    _retain(a, store, retention, scratch, row_mode)
+    """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
+
+    def work() -> None:
+        _cut(a, retention, scratch, row_mode)
+        _retain(a, store, retention, scratch, row_mode)
+
+    run_beside(a.q.device, work, (scratch, a, row_mode))
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
@@ -288,7 +291,7 @@ def _retain(
         scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
-        scratch.part_acc, scratch.part_l, scratch.arrived,
+        scratch.part_acc, scratch.part_l, scratch.selected,
         scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
         a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_guesses import HALF, guess_cuts, store_guesses
-from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product, score, soft_cap
+from .triton_parts import LOG2E, finite_or_zero, load_keys, merge_pair, page_of, product, score, soft_cap
 
 STORE_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
@@ -88,21 +88,14 @@ def attend_kept(
 
 
 @triton.jit
-def keep_unit(
-    part_acc, part_m, part_l, guess_acc, guess_stats, at_m, own, unit, m, l, acc, cut, deviation, row, head0, width, d,
-    captured, GUESSES: tl.constexpr, COPIES: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    SLOTS: tl.constexpr, ALONE: tl.constexpr,
-):  # fmt: skip
-    """Leave the partial result of one unit for the merge, but where it is ALONE, and its sums above guessed cuts."""
-    if not ALONE:
-        part = at_m * SLOTS + unit
-        tl.store(part_m + part, m, mask=own)
-        tl.store(part_l + part, l, mask=own)
-        tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
-    if GUESSES > 0:
-        if captured:
-            store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
-                          HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+def store_part(
+    part_acc, part_m, part_l, at_m, own, slot, m, l, acc, d, BD: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Leave a partial result (m [BM], l [BM], acc [BM, BD]) for the merge."""
+    part = at_m * SLOTS + slot
+    tl.store(part_m + part, m, mask=own)
+    tl.store(part_l + part, l, mask=own)
+    tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
 
 
 @triton.jit
@@ -117,14 +110,16 @@ def attend_span(
 ):  # fmt: skip
     """Attention over keys start .. end - 1, units of `keys` keys from number `unit` on, in one pipeline of loads.
 
-    Every unit but the last is kept as it ends (`keep_unit`). Returns the last one: (m [BM], l [BM], acc [BM, BD], cut
-    [BM], deviation [BM], its number). Where `captured`, scores of the rows with line_m [BM] >= 0 are kept too.
+    Units are merged two by two; each pair but the last is left for the merge as it ends. Returns the number of the last
+    unit and the last pair, or unit where SPAN is 1: (unit, m [BM], l [BM], acc [BM, BD]). Where `captured`, scores of
+    the rows with line_m [BM] >= 0 are kept, and each unit's sums over the keys above guessed cuts.
     """
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     cut = tl.full([BM], float("-inf"), tl.float32)
     deviation = cut
+    m_a, l_a, acc_a = m, l, acc  # the first of two units
     offset = tl.arange(0, BN)
     unit_start = start
     # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
@@ -151,11 +146,25 @@ def attend_span(
         page = page_next
         if SPAN > 1:
             if (n0 + BN == unit_start + keys) & (n0 + BN < end):
-                keep_unit(part_acc, part_m, part_l, guess_acc, guess_stats, at_m, own, unit, m, l, acc, cut, deviation,
-                          row, head0, width, d, captured, GUESSES, COPIES, HEADS, BM, BD, SLOTS, False)  # fmt: skip
+                if GUESSES > 0:
+                    if captured:
+                        store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                                      HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+                if unit % 2 == 0:
+                    m_a, l_a, acc_a = m, l, acc
+                else:
+                    m, l, acc = merge_pair(m_a, l_a, acc_a, m, l, acc)
+                    store_part(part_acc, part_m, part_l, at_m, own, unit // 2, m, l, acc, d, BD, SLOTS)
                 m = tl.full([BM], float("-inf"), tl.float32)
                 l = tl.zeros([BM], tl.float32)
                 acc = tl.zeros([BM, BD], tl.float32)
                 unit += 1
                 unit_start = n0 + BN
-    return m, l, acc, cut, deviation, unit
+    if GUESSES > 0:
+        if captured:
+            store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                          HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+    if SPAN > 1:
+        if unit % 2 == 1:
+            m, l, acc = merge_pair(m_a, l_a, acc_a, m, l, acc)
+    return unit, m, l, acc

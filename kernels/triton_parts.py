@@ -82,7 +82,7 @@ def weighted(x_a, a, x_b, b):
 
 @triton.jit
 def merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b):
-    """Two partial results (m [X], l [X], acc [X, BD]) as one."""
+    """Two partial results (m [X], l [X], acc [X, BD]) as one: the same bits in registers as in `merge_units`."""
     m, a, b = pair_weights(m_a, m_b)
     return m, weighted(l_a, a, l_b, b), weighted(acc_a, a[:, None], acc_b, b[:, None])
 
@@ -97,15 +97,23 @@ def load_units(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
 
 
 @triton.jit
-def merge_units(part_acc, part_m, part_l, at, units, d, SLOTS: tl.constexpr, BD: tl.constexpr):
-    """One (row, head) from the partial results of its units: (sum [BD], m, l). They are merged two by two, then the
-    pairs in order.
+def merge_units(
+    part_acc, part_m, part_l, at, units, d, PAIRS: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr
+):
+    """One (row, head) from its partial results: (sum [BD], m, l).
+
+    Units are merged two by two, then the pairs in order. With PAIRS the programs have merged the pairs themselves and
+    left one result for each; both ways make the same bits.
     """
-    even = 2 * tl.arange(0, SLOTS // 2)
-    slot = at * SLOTS + even
-    m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, even < units, d, BD)
-    m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, even + 1 < units, d, BD)
-    m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
+    pair = tl.arange(0, SLOTS // 2)
+    slot = at * SLOTS + pair
+    if PAIRS:
+        m, l, acc = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
+    else:
+        slot += pair
+        m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
+        m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, 2 * pair + 1 < units, d, BD)
+        m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
     top = tl.max(m, 0)
     w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
     # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.

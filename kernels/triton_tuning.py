@@ -45,8 +45,8 @@ class Tiles:
     small_scores: int = 2048
     thread_scores: int = 32
     piece: int = 2048
-    thread_keys: int = 8
-    gather_block: int = 16
+    thread_keys: int = 16
+    gather_block: int = 8
 
     def __post_init__(self) -> None:
         free = ("stages", "kept_stages", "guesses", "span")

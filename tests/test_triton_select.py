@@ -156,6 +156,54 @@ def test_any_number_of_units_per_program_makes_the_same_bits(
     torch.testing.assert_close(results[0][0], wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphed", [False, True])
+def test_selections_beside_what_follows_change_no_bits(graphed: bool) -> None:
+    """Captures in a row, a dense call that could reuse their scratch, then what consumes them, in one block."""
+    from sparse_compile.kernels.beside import beside
+
+    shapes = [
+        Shape(((length, 1), (3000, 1)), heads=(4, 4), dtype=torch.bfloat16, device="cuda")
+        for length in (40, 700)
+    ]
+    plain, mine = ([build(shape) for shape in shapes] for _ in range(2))
+    wanted = [call(case, "capture", "triton") for case in plain]
+    wanted += [call(case, "consume", "triton") for case in plain]
+
+    def run() -> list[torch.Tensor]:
+        with beside(torch.device("cuda")):
+            captured = [call(case, "capture", "triton") for case in mine]
+            for case in mine:
+                call(case, "dense", "triton")
+            return captured + [call(case, "consume", "triton") for case in mine]
+
+    found = run()
+    if graphed:
+        for case in mine:
+            for name in ("index", "count", "mass", "o_ref", "c_ref"):
+                case.store[name].zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        graph.replay()
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain, mine, strict=True):
+        slots = one.store["row_slot"].long()
+        for name in ("count", "mass", "o_ref", "c_ref"):
+            assert torch.equal(one.store[name][slots, SITE], other.store[name][slots, SITE]), name
+
+
+def test_without_a_second_stream_selections_run_at_once() -> None:
+    from sparse_compile.kernels.beside import beside, join, run_beside
+
+    done: list[int] = []
+    with beside(torch.device("cpu")):
+        run_beside(torch.device("cpu"), lambda: done.append(1), None)
+        assert done == [1]
+        join(torch.device("cpu"))
+
+
 def with_scores(kind: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
     """A case whose scores are of one kind: each key holds its score, each query a one."""
     sequences = tuple((length, 1) for length in lengths)
