@@ -67,8 +67,25 @@ _choices: dict[Shape, Choice] = {}
 
 def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
     """The tiles for a call, or None where the library serves it better."""
-    shape = Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
-    return choose(shape)[next(bucket for bucket in BUCKETS if rows <= bucket)]
+    return choose(_shape(weight, gated))[_bucket(rows)]
+
+
+def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+    """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
+    same order.
+    """
+    tiles = default_choice(_shape(weight, gated))[_bucket(rows)]
+    assert tiles is not None
+    assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
+    return tiles
+
+
+def _shape(weight: Tensor, gated: bool) -> Shape:
+    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+
+
+def _bucket(rows: int) -> int:
+    return next(bucket for bucket in BUCKETS if rows <= bucket)
 
 
 def choose(shape: Shape) -> Choice:

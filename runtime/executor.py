@@ -11,7 +11,6 @@ import torch
 
 from ..kernels.beside import beside
 from ..kernels.prefill import Heads, Prompts, prefill_attention
-from ..kernels.skinny import MAX_ROWS
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -70,6 +69,7 @@ class Executor:
             name: tuple(cutter.cut(stage) for stage in variant.stages)
             for name, variant in program.variants.items()
         }
+        self.compiler.prepare(cutter.codes.values())
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
@@ -166,7 +166,7 @@ class Executor:
         of `loops` bodies with every choice of those that may capture.
         """
         counts = self.compiler.one_of_each_kind({1, *rows})
-        prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
+        prompts = self.compiler.one_of_each_kind((1, 2, self.compiler.few_rows + 1))
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
         plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
         if drafting is not None:

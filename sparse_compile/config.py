@@ -58,6 +58,10 @@ class SparseConfig:
         None = all of them. Needs a loop that is rolled. The tokens are the same.
     speculation: a `SpeculationConfig`: the model drafts tokens with its first loops and verifies several at once;
         None = not. The tokens are the same, those of sampling in distribution.
+    deterministic: what a request's tokens are does not depend on the requests beside it, and greedy tokens not on
+        `speculation` either, in half precision too: a decode row gets the same bits in every batch and in every way of
+        decoding. Prompts are computed one at a time. On CUDA it needs half precision, Inductor and the Triton kernels;
+        elsewhere rows run one by one.
     prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
@@ -82,6 +86,7 @@ class SparseConfig:
     async_steps: bool | None = None
     loops_per_step: int | None = None
     speculation: SpeculationConfig | None = None
+    deterministic: bool = False
     prefix_caching: bool = False
     roll: bool = True
     merge_linears: bool | str = "auto"
@@ -101,9 +106,12 @@ class SparseConfig:
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
         chosen(self.speculation, None)
-        for name in ("enabled", "validate", "roll", "prefix_caching"):
+        for name in ("enabled", "validate", "roll", "prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
+        if self.deterministic and self.prefix_caching:
+            limit = "cannot be combined with deterministic=True: what is computed of a prompt would depend on others"
+            raise ArgumentError("prefix_caching", True, limit, "pass prefix_caching=False")
         if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
             raise ArgumentError(
                 "merge_linears",
