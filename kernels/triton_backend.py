@@ -146,12 +146,13 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
     units = cdiv(keys, unit)
     at_once = 4 * _multiprocessors(a.q.device)
-    spans = [
-        span for span in (1, 2, 4, 8) if lines * cdiv(units, span) <= at_once and span * unit <= SPAN_KEYS
-    ]
-    span = tiles.span or min(spans, default=1)
-    if mode == MODE_MIXED:  # its consume rows have no spans
-        span = 1
+    spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
+    if mode == MODE_DENSE:
+        spans += [2, 4, 8]
+    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
+    span = min(fitting, default=1)
+    if tiles.span and mode != MODE_MIXED:
+        span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
     return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)

@@ -27,6 +27,8 @@ from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
 from .graph import is_call
+from .pieces import Cutter, OpCall
+from .program import Program
 
 aten, ours = torch.ops.aten, torch.ops.sparse_compile
 NAME = "skinny"
@@ -58,6 +60,23 @@ def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
     graph.eliminate_dead_code()
     graph.lint()
     return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone))
+
+
+def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
+    """(how many linear layers of the dense program can run with the ops, those that cannot and why)."""
+    cutter = Cutter()
+    rewritten: dict[str, Rewritten] = {}
+    stages = {id(stage.module): stage for stage in program.variants["dense"].stages}
+    replaced, left_alone = 0, list[tuple[str, str]]()
+    for stage in stages.values():
+        for call in cutter.cut(stage).calls:
+            if isinstance(call, OpCall):
+                continue
+            if call.code.key not in rewritten:
+                rewritten[call.code.key] = use_skinny(call.code.module)
+            replaced += sum(rewritten[call.code.key].counts.values())
+            left_alone += rewritten[call.code.key].left_alone
+    return replaced, tuple(left_alone)
 
 
 def why_not(node: fx.Node) -> str:

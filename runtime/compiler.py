@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ SYMBOLIC, MANY = 0, -1
 class PieceCompiler:
     """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation.
 
-    skinny: whether a few rows run with the products of `passes/skinny.py`. Off: they have not been measured yet.
+    skinny: whether a few rows run with the products of `passes/skinny.py`.
     `rewritten` says, by the key of a code, what that changed and what it left alone.
     """
 
@@ -90,4 +91,16 @@ class PieceCompiler:
         if dynamic:
             for at in code.row_inputs:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
-        return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False)
+        options = early_start(arguments[0].device) if arguments else {}
+        return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)
+
+
+def early_start(device: torch.device) -> dict[str, Any]:
+    """Options that let Inductor's kernels start before those ahead of them have finished, where GPU and Inductor can:
+    they ask for what does not depend on the others, then wait.
+    """
+    from torch._inductor import config
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {}
+    return {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}

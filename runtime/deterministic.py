@@ -154,4 +154,6 @@ def _inductor(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...
     from torch._inductor.compile_fx import compile_fx
 
     patches = {name: True for name in _SETTINGS if hasattr(config, name)}
-    return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[no-any-return]
+    made = compile_fx(graph, inputs, config_patches=patches)
+    assert callable(made)
+    return made

@@ -20,6 +20,7 @@ _ON_CUDA: dict[str, Any] = {
     "dense_below": 1536,
     "prefill_chunk": 8192,
     "inductor": True,
+    "skinny_products": True,
     "cuda_graphs": True,
     "async_steps": True,
 }
@@ -27,6 +28,7 @@ _ELSEWHERE: dict[str, Any] = {
     "dense_below": 0,
     "prefill_chunk": 512,
     "inductor": False,
+    "skinny_products": False,
     "cuda_graphs": False,
     "async_steps": False,
 }
@@ -67,6 +69,8 @@ class SparseConfig:
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
     inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
+    skinny_products: in half precision, run the linear layers of a few rows with kernels of ours that stream weights,
+        where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.
     cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
@@ -91,6 +95,7 @@ class SparseConfig:
     roll: bool = True
     merge_linears: bool | str = "auto"
     inductor: bool | None = None
+    skinny_products: bool | None = None
     cuda_graphs: bool | None = None
     validate: bool = True
     progress: bool | None = True
@@ -119,7 +124,7 @@ class SparseConfig:
                 "must be True, False or 'auto'",
                 "pass merge_linears='auto'",
             )
-        for name in ("progress", "inductor", "cuda_graphs", "async_steps"):
+        for name in ("progress", "inductor", "skinny_products", "cuda_graphs", "async_steps"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ArgumentError(
                     name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
@@ -144,9 +149,15 @@ class SparseConfig:
         choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
         if self.speculation is not None:
             choices = choices | {"async_steps": False}
-        return replace(
+        made = replace(
             self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
         )
+        if made.inductor or not made.skinny_products:
+            return made
+        if self.skinny_products:
+            limit = "needs inductor=True: the products are ops of graphs that it compiles"
+            raise ArgumentError("skinny_products", True, limit, "leave skinny_products out")
+        return replace(made, skinny_products=False)
 
     @classmethod
     def from_options(cls, **options: Any) -> SparseConfig:

@@ -68,5 +68,5 @@ def check_rows(config: SparseConfig, rows: int, speculation: SpeculationConfig |
 def make_compiler(config: SparseConfig, device: str) -> PieceCompiler:
     """The compiler of an engine's pieces, for a config whose choices by device are made."""
     if not config.deterministic:
-        return PieceCompiler(bool(config.inductor))
+        return PieceCompiler(bool(config.inductor), skinny=bool(config.skinny_products))
     return OneRowEach(bool(config.inductor)) if device == "cpu" else FixedCompiler()
