@@ -143,8 +143,9 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
+    # The largest unit, and the most units: a shorter row may have more of them than the longest, smaller ones.
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
-    units = cdiv(keys, unit)
+    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
