@@ -28,10 +28,9 @@ OTHER = "other"
 
 
 def our_kernels() -> frozenset[str]:
-    """Names of the attention kernels of this project, as they are launched."""
-    modules = [
-        found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.startswith("triton_")
-    ]
+    """Names of the attention kernels of this project, as they are launched. The products' are known by theirs."""
+    names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
+    modules = [name for name in names if name.startswith("triton_") and name != "triton_skinny"]
     return frozenset(
         name
         for module in modules

@@ -420,8 +420,9 @@ def main() -> None:
     model = Model(64, 96, 160, layers=2, loops=2) if options.tiny else Model()
     rows, chain_rows = ((1, 4), (1, 3)) if options.tiny else (options.rows, options.chain_rows)
     bench = Bench(model, rows, "cpu" if options.tiny else "cuda", options.seconds)
-    result: dict[str, Any] = {"conditions": {} if options.tiny else conditions(), "model": asdict(model)}
-    print(result["conditions"])
+    result: dict[str, Any] = {} if options.tiny else conditions()
+    print(result)
+    result["model"] = asdict(model)
     if not options.tiny:
         precompile(bench, sweep=not options.no_sweep)
     if not options.no_products:

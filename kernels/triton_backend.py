@@ -20,7 +20,7 @@ from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
 from .arrivals import arrivals
-from .beside import join, run_beside
+from .beside import make_room, run_beside, wait_for
 from .retention import Retention
 from .triton_attention import (
     MODE_CAPTURE,
@@ -48,14 +48,14 @@ def dense(attention: Attention, out: Tensor) -> None:
 
 def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
     """`dense`, and each active row's reference written to its slot."""
-    join(attention.q.device)
+    _settle(attention, store)
     scratch = _attend(attention, out, MODE_CAPTURE, store, retention)
     _select(attention, store, retention, scratch)
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
     """Fill out with O_ref + m * (T - C_ref). A row whose slot is empty gets NaN: it has no answer."""
-    join(attention.q.device)
+    _settle(attention, store)
     _attend(attention, out, MODE_CONSUME, store)
 
 
@@ -68,7 +68,7 @@ def mixed(
     captures: bool = True,
 ) -> None:
     """Each row by its mode. `captures=False` promises that no row has mode capture, and skips what that would need."""
-    join(attention.q.device)
+    _settle(attention, store)
     scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
@@ -104,6 +104,10 @@ class Scratch:
         self.cuts = empty(lines, 2, dtype=torch.int32)
         self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
         self.fixes = empty(lines, capacity, dtype=torch.int32)
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
 
 
 def _with_room(lines: int, width: int, room: int, device: torch.device) -> Tensor:
@@ -172,6 +176,8 @@ def _attend(
     per_head = mode in (MODE_CONSUME, MODE_MIXED)
     group = _query_rows(a, per_head)
     tiles = tiles_for(a)
+    if retention is not None:  # the scratch of captures lives until their selections are done
+        make_room(a.q.device, 4 * a.rows * a.heads * a.max_pages * a.page_size)
     if mode == MODE_MIXED and a.sink is not None:
         raise ValueError("mixed rows take no sink")
     captures = retention is not None
@@ -262,7 +268,17 @@ def _select(
         _cut(a, retention, scratch, row_mode)
         _retain(a, store, retention, scratch, row_mode)
 
-    run_beside(a.q.device, work, (scratch, a, row_mode))
+    run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
+
+
+def _filled(store: Store) -> tuple[int, int]:
+    """What a selection of this site fills."""
+    return store.index.data_ptr(), store.site
+
+
+def _settle(a: Attention, store: Store) -> None:
+    """Wait for what was selected at this site and may still run beside."""
+    wait_for(a.q.device, _filled(store))
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:

@@ -162,6 +162,12 @@ def test_our_kernels_are_attention() -> None:
     ours = breakdown.our_kernels()
     assert ours
     assert all(breakdown.classify(name, ours) == "attention" for name in ours)
+    assert breakdown.classify("skinny_kernel", ours) == "products"
+
+
+def test_moments_count_once() -> None:
+    assert breakdown.covered([(4.0, 6.0), (0.0, 2.0), (1.0, 1.5), (1.0, 3.0)]) == 5.0
+    assert breakdown.covered([]) == 0.0
 
 
 def test_table_and_plot(tmp_path: Path) -> None:

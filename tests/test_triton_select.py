@@ -195,13 +195,62 @@ def test_selections_beside_what_follows_change_no_bits(graphed: bool) -> None:
 
 
 def test_without_a_second_stream_selections_run_at_once() -> None:
-    from sparse_compile.kernels.beside import beside, join, run_beside
+    from sparse_compile.kernels.beside import beside, make_room, run_beside, wait_for
 
     done: list[int] = []
     with beside(torch.device("cpu")):
-        run_beside(torch.device("cpu"), lambda: done.append(1), None)
+        run_beside(torch.device("cpu"), lambda: done.append(1), 0, None, 1)
         assert done == [1]
-        join(torch.device("cpu"))
+        make_room(torch.device("cpu"), 1 << 40)
+        wait_for(torch.device("cpu"), 0)
+
+
+def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for what, on a device that only keeps a record."""
+    from contextlib import nullcontext
+
+    from sparse_compile.kernels import beside as module
+
+    device, waited = torch.device("cuda", 0), list[int]()
+
+    class Stream:
+        events = 0
+
+        def wait_stream(self, other: object) -> None: ...
+
+        def record_event(self) -> int:
+            self.events += 1
+            return self.events
+
+        def wait_event(self, event: int) -> None:
+            waited.append(event)
+
+    monkeypatch.setattr(module, "_sides", {device: module._Side(Stream())})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with module.beside(device):
+        for site in range(4):
+            module.run_beside(device, lambda: None, site, None, module.HELD_BYTES // 4)
+        module.make_room(device, 0)
+        assert waited == []
+        module.wait_for(device, 1)
+        assert waited == [2]
+        module.wait_for(device, 0)  # done with the one behind it
+        assert waited == [2]
+        module.make_room(device, module.HELD_BYTES * 3 // 4)
+        assert waited == [2, 3]
+    assert waited == [2, 3, 4]
+    module.run_beside(device, lambda: waited.append(0), 0, None, 1)  # no block is open: at once
+    assert waited[-1] == 0
+
+    def failing() -> None:
+        with module.beside(device):
+            module.run_beside(device, lambda: None, 0, None, 1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert waited[-1] == 5, "an exception leaves nothing behind"
 
 
 def with_scores(kind: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
