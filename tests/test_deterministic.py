@@ -144,6 +144,14 @@ def test_one_row_each_leaves_more_rows_to_the_library() -> None:
     assert FixedCompiler(eager).one_of_each_kind(range(1, FIXED_ROWS + 9)) == [1, FIXED_ROWS + 1]
 
 
+def test_more_rows_than_are_fixed_are_left_to_the_library() -> None:
+    compiler, w = FixedCompiler(eager), torch.ones(24, E).bfloat16()
+    code, x = code_of(activated, w), torch.ones(FIXED_ROWS + 1, 1, E).bfloat16()
+    assert torch.equal(compiler(code, [x, w])[0], activated(x, w))
+    assert torch.equal(compiler(code, [x[:1], w])[0], activated(x[:1], w))
+    assert {kind for _, kind in compiler._runs} == {compiler.kind(1), compiler.kind(FIXED_ROWS + 1)}
+
+
 def test_a_graph_is_not_compiled_a_second_time() -> None:
     compiler, w = FixedCompiler(eager), torch.ones(24, E).bfloat16()
     code, x = code_of(activated, w), torch.ones(3, 1, E).bfloat16()
