@@ -46,6 +46,8 @@ class Run:
     repeat: int
     tokens: tuple[tuple[int, ...], ...] = field(repr=False)
     seconds: float
+    drafted: int = 0
+    accepted: int = 0
 
     def __str__(self) -> str:
         return f"{self.mode}, batch {self.batch}, run {self.repeat}"
@@ -59,6 +61,8 @@ class Run:
             "tokens": count,
             "seconds": round(self.seconds, 3),
             "tokens_per_s": round(count / self.seconds, 1),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         }
 
 
@@ -125,8 +129,14 @@ class SelfTest:
 
     def _decode(self, mode: str, batch: int, repeat: int) -> Run:
         start = time.perf_counter()
-        tokens = [row for group in self._groups(batch) for row in self._generate(group, mode)[0]]
-        return Run(mode, batch, repeat, tuple(tokens), time.perf_counter() - start)
+        tokens: list[tuple[int, ...]] = []
+        drafted = accepted = 0
+        for group in self._groups(batch):
+            rows, output = self._generate(group, mode)
+            tokens += rows
+            drafted += sum(one.drafted_tokens for one in output.metrics)
+            accepted += sum(one.accepted_tokens for one in output.metrics)
+        return Run(mode, batch, repeat, tuple(tokens), time.perf_counter() - start, drafted, accepted)
 
     def _groups(self, batch: int) -> Iterator[Sequence[Prompt]]:
         for start in range(0, len(self.prompts), batch):
@@ -135,6 +145,7 @@ class SelfTest:
     def _generate(
         self, prompts: Sequence[Prompt], mode: str, logits: bool = False
     ) -> tuple[list[tuple[int, ...]], Any]:
+        """The new tokens of each prompt, and the output that they are from."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -148,8 +159,8 @@ class SelfTest:
             output_logits=logits,
             progress=False,
         )
-        new = output.sequences[:, width:].tolist()
-        return [tuple(row[: len(own)]) for row, own in zip(new, output.logprobs, strict=True)], output.logits
+        new = zip(output.sequences[:, width:].tolist(), output.logprobs, strict=True)
+        return [tuple(row[: len(own)]) for row, own in new], output
 
     def _describe(self, first: Run, prompt: int, other: Run, position: int) -> Difference:
         tokens = tuple(_at(run.tokens[prompt], position) for run in (first, other))
@@ -159,12 +170,12 @@ class SelfTest:
     def _margin(self, run: Run, prompt: int, position: int) -> float | None:
         """Decodes the prompt's batch once more, with logits."""
         start = prompt // run.batch * run.batch
-        tokens, logits = self._generate(self.prompts[start : start + run.batch], run.mode, logits=True)
+        tokens, output = self._generate(self.prompts[start : start + run.batch], run.mode, logits=True)
         row = prompt - start
         token = _at(run.tokens[prompt], position)
         if token is None or _at(tokens[row], position) != token:
             return None
-        largest = logits[position][row].float().topk(2).values
+        largest = output.logits[position][row].float().topk(2).values
         return float(largest[0] - largest[1])
 
 

@@ -50,7 +50,10 @@ class Unsteady:
             best[:, :, 1] = 0.75
             logits = tuple(best.unbind(1))
         return SimpleNamespace(
-            sequences=torch.cat((ids, new), 1), logprobs=[[0.0] * n for n in lengths], logits=logits
+            sequences=torch.cat((ids, new), 1),
+            logprobs=[[0.0] * n for n in lengths],
+            logits=logits,
+            metrics=[SimpleNamespace(drafted_tokens=3, accepted_tokens=1)] * len(rows),
         )
 
 
@@ -69,6 +72,7 @@ def test_the_first_difference_of_each_prompt() -> None:
         Difference(1, "ordinary, batch 2, run 1", 2, (23, 7), (0.25, 0.25)),
     )
     assert [len(one.tokens) for one in outcome.runs] == [3] * 8
+    assert [(one.drafted, one.accepted) for one in outcome.runs] == [(9, 3)] * 8
     assert notes[0] == "ordinary, batch 1, run 1: 3 of 3 prompts equal"
     assert notes[-1] == "other, batch 2, run 2: 1 of 3 prompts equal"
     text = str(outcome.differences[0])
@@ -137,3 +141,24 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "tiny:ouro", "--prompt-tokens", "512")
     assert (code, "the model has 512 positions" in err) == (2, True)
     assert run(capsys, "tiny:ouro", "--batch", "1")[0] == 2
+    code, _, err = run(capsys, "tiny:ouro", *SMALL, "--branch-scale", "0.1")
+    assert (code, "which is no preset" in err) == (2, True)
+
+
+def test_presets_have_random_weights_and_often_right_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "ouro-tiny",
+        "--prompts",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--draft-loops",
+        "2",
+    ]
+    code, out, _ = run(capsys, *arguments, "--prompt-tokens", "4", "--branch-scale", "0.0001", "--json")
+    found = json.loads(out)
+    assert (code, found["model"]) == (0, "ouro-tiny")
+    for one in found["runs"][1:]:
+        assert 0.5 * one["drafted"] < one["accepted"] <= one["drafted"]

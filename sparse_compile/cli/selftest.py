@@ -41,6 +41,10 @@ def selftest(
     draft_loops: Annotated[int, typer.Option("--draft-loops", min=1, help="Loops of a draft.")] = 1,
     draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, help="Rows of a block.")] = 4,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often everything is decoded.")] = 2,
+    branch_scale: Annotated[
+        float | None,
+        typer.Option("--branch-scale", help="For presets: with such small branches drafts are often right."),
+    ] = None,
     retention: common.Retention = "0.1",
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
@@ -69,6 +73,7 @@ def selftest(
         "repeats": repeats,
         "drafts": (draft_loops, draft_tokens),
         "longest": prompt_tokens,
+        "branch_scale": branch_scale,
     }
     common.run_command(
         lambda: _selftest(model, dtype, device, options, settings, as_json), as_json=as_json, debug=debug
@@ -85,7 +90,7 @@ def _selftest(
         from sparse_compile.api import sparse_compile
         from sparse_compile.selftest import SelfTest, make_prompts
 
-        model, tokenizer = _load(name, dtype, device)
+        model, tokenizer = _load(name, dtype, device, settings["branch_scale"])
         longest = _longest(model, settings)
         prompts = make_prompts(tokenizer, settings["prompts"], longest)
         options["max_context"] = longest + settings["new_tokens"]
@@ -100,18 +105,27 @@ def _selftest(
     return common.OK if outcome.ok else common.DIFFERENCES
 
 
-def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+def _load(name: str, dtype: str, device: str, branch_scale: float | None) -> tuple[Any, Any]:
     """The model and its tokenizer; random weights and bytes as tokens for a preset."""
     from sparse_compile.models import PRESETS, load_tokenizer, preset_config, random_model, tiny_tokenizer
+    from sparse_compile.models.branches import Branches
     from sparse_compile.models.loading import resolve_dtype
 
     if name not in PRESETS:
+        if branch_scale is not None:
+            raise ValueError(
+                f"--branch-scale {branch_scale}: it would change the weights of {name}, which is no preset; leave it "
+                f"out, or pass one of {', '.join(PRESETS)}"
+            )
         return common.load(name, dtype, device), load_tokenizer(name)
     import torch
 
     place = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     with torch.device(place):
-        return random_model(preset_config(name), resolve_dtype(dtype) or torch.float32), tiny_tokenizer()
+        model = random_model(preset_config(name), resolve_dtype(dtype) or torch.float32)
+    if branch_scale is not None:
+        Branches(model).scale(branch_scale)
+    return model, tiny_tokenizer()
 
 
 def _longest(model: Any, settings: dict[str, Any]) -> int:
@@ -158,7 +172,9 @@ def _show(name: str, dtype: str, deterministic: bool, outcome: Outcome, as_json:
         )
         return
     for run in outcome.runs:
-        print(f"{run}: {run.to_dict()['tokens_per_s']} tokens/s, prompts and preparation included")
+        drafts = f"; {run.accepted} of {run.drafted} drafts accepted" if run.drafted else ""
+        speed = run.to_dict()["tokens_per_s"]
+        print(f"{run}: {speed} tokens/s, prompts and preparation included{drafts}")
     for one in outcome.differences:
         print(one)
     if outcome.ok:
