@@ -9,17 +9,9 @@ A mode is `ordinary`, `pipeline:D` with drafts of D loops, or `block:K:D` with K
 steps in which nothing was compiled or captured, and has the acceptance of that very window: of a pipeline, the part of
 the tokens that the draft foresaw; of blocks, the part of all drafts that counted (a draft behind a wrong one is wrong).
 
-Random weights of a model draft badly: each loop turns the hidden state into something else. Here later loops change
-little. Every branch of an Ouro layer ends in a norm (`input_layernorm_2`, `post_attention_layernorm_2`), whose weights
-are multiplied by `--scale` s; those of the norm between loops are ones. With 24 layers the 48 branches of a loop add a
-vector of size 7 s per channel. The embedding that the first loop starts from has size 0.02, so that this loop and what
-it attends to still take part in the choice of a token; the others start from a normed state of size 1, which they turn
-by an angle of 7 s or less each. The two largest of 49,152 logits are about 0.2 standard deviations apart: drafts and
-final tokens agree where that angle is a hundredth or less. (A model of the same depth and vocabulary and a quarter of
-the width, in float32 and with s = 2 ** -10: 95 % agree after one loop, 98 % after two, 99 % of the tokens differ from
-each other, and 54 % become others when the tokens before them do.) Without `--scale` the largest power of two with an
-acceptance of `--least-acceptance` is looked for, at the first point with drafts of the fewest loops. `distinct` is the
-part of the new tokens of a row that differ from each other.
+The weights are random, with branches so small that later loops change little (`sparse_compile/models/branches.py`):
+multiplied by `--scale`, or else by the largest power of two with an acceptance of `--least-acceptance` at the first
+point with drafts of the fewest loops. `distinct` is the part of the new tokens of a row that differ from each other.
 """
 
 from __future__ import annotations
@@ -39,13 +31,13 @@ from benchmarks.systems import Ours, Point, Setup, free_memory
 from benchmarks.timing import conditions, synchronize
 from sparse_compile.config import SparseConfig
 from sparse_compile.models import random_model, tiny_model
+from sparse_compile.models.branches import Branches
 from sparse_compile.speculation import SpeculationConfig
 
 POINTS = "1x1024:dense,2x32768:dense,2x32768:sparse"
 TINY_POINTS = "1x32:dense,2x48:sparse"
 MODES = "ordinary,pipeline:2,pipeline:1,block:3:2"
 SCALES = tuple(2.0**-power for power in range(3, 13))
-BRANCH_NORMS = ("input_layernorm_2", "post_attention_layernorm_2")
 WINDOWS = 8  # tried for a mode, until nothing is captured in one
 
 
@@ -96,31 +88,6 @@ def parse_places(text: str) -> list[tuple[Point, str]]:
             raise ValueError(f"{item!r} is no point; pass for example 2x32768:sparse or 1x1024:dense")
         places.append((parse_points(point)[0], attention))
     return places
-
-
-class Branches:
-    """The norms behind the branches of an Ouro model's layers, and the weights that they were made with."""
-
-    @torch.no_grad()
-    def __init__(self, model: Any) -> None:
-        names = [
-            name for name, _ in model.named_parameters() if name.rpartition(".")[0].endswith(BRANCH_NORMS)
-        ]
-        if not names:
-            raise ValueError(
-                f"the model has no norms {' or '.join(BRANCH_NORMS)} to scale; pass an Ouro model"
-            )
-        self.weights = [model.get_parameter(name) for name in names]
-        self.made = [weight.clone() for weight in self.weights]
-        model.model.norm.weight.fill_(
-            1
-        )  # others would bend the state in every loop, whatever the branches add
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """In place, so that what is compiled or captured goes on with it."""
-        for weight, made in zip(self.weights, self.made, strict=True):
-            weight.copy_(made * factor)
 
 
 @dataclass(frozen=True)
@@ -251,9 +218,12 @@ def compare(rows: Sequence[dict[str, Any]]) -> None:
 def make_setup(options: argparse.Namespace) -> Setup:
     """The model and what all modes share."""
     device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
-    config = SparseConfig(key_retention=options.retention, validate=False, progress=False).for_device(
-        device.type
-    )
+    config = SparseConfig(
+        key_retention=options.retention,
+        deterministic=options.deterministic,
+        validate=False,
+        progress=False,
+    ).for_device(device.type)
     if options.tiny:
         torch.set_num_threads(1)
         model = tiny_model("ouro")
@@ -275,6 +245,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", default=MODES, help=f"default {MODES}")
     parser.add_argument("--model", default="ouro-1.4b", choices=[n for n in MODELS if n.startswith("ouro")])
     parser.add_argument("--retention", default="0.1")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with deterministic=True; its cost, beside a run without"
+    )
     parser.add_argument("--scale", type=float, help="of the branches; default: found by --least-acceptance")
     parser.add_argument("--least-acceptance", type=float, default=0.95)
     parser.add_argument("--search-steps", type=int, default=100, help="steps at each scale")
@@ -303,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(json.dumps(report), flush=True)
     check(setup)
     free_memory()
+    report["deterministic"] = options.deterministic
     report["scale"] = options.scale or search(setup, branches, options.places[0], options)
     branches.scale(report["scale"])
     report |= {"rows": [], "left_out": []}

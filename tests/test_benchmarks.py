@@ -13,6 +13,7 @@ from benchmarks import breakdown, decode, serving, speculation
 from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
 from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
 from sparse_compile.models import tiny_model
+from sparse_compile.models.branches import Branches
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,7 @@ def test_speculation_measures_every_mode(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_scale_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = speculation.parse(["--tiny", "--least-acceptance", "0.9"])
     setup = speculation.make_setup(options)
-    branches = speculation.Branches(setup.model)
+    branches = Branches(setup.model)
     monkeypatch.setattr(
         speculation, "SCALES", (1.0, 0.0)
     )  # without branches every loop leaves the state as it is

@@ -46,7 +46,8 @@ Not applicable, because what it is about does not exist:
 
     A29  as far as it speaks of options to keep the first and last tokens
 
-Of what is asked for most, not yet there: lm_eval, a deterministic mode with a self-test.
+Of what is asked for most, not yet there: lm_eval. A deterministic mode with a self-test is in test_deterministic and
+test_selftest.
 """
 
 from __future__ import annotations
