@@ -282,3 +282,33 @@ def test_points_beyond_the_budget_are_left_out() -> None:
     report = speculation.main(["--tiny", "--scale", "0.001", "--budget", "0", "--modes", "ordinary"])
     assert report["rows"] == []
     assert [one["what"] for one in report["left_out"]] == ["1x32:dense ordinary", "2x48:sparse ordinary"]
+
+
+def test_attention_points_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("matplotlib")
+    from benchmarks import attention
+
+    assert attention.parse_point("8x4096:huginn:0.05:32") == attention.Point(8, 4096, 55, 55, 96, "0.05", 32)
+    assert len(attention.parse([]).points) == len(set(attention.parse([]).points)) == len(attention.POINTS)
+    with pytest.raises(SystemExit):
+        attention.parse(["--points", "8x4096:round"])
+    assert "the shape 'round' must be one of mha, dory, huginn" in capsys.readouterr().err
+    sizes = {"heads": 16, "kv_heads": 16, "head_dim": 128, "retention": 0.1, "loops": 4}
+    times = {
+        "dense_us": 100.0,
+        "dense_gbps": 4000.0,
+        "capture_us": 120.0,
+        "consume_us": 13.0,
+        "best_dense_us": 98.0,
+    }
+    rows = [
+        {"rows": count, "context": context, "loops_ratio": ratio, **sizes, **times}
+        for count in (1, 32)
+        for context, ratio in ((512, 1.1), (8192, 0.7))
+    ]
+    result = tmp_path / "attention.json"
+    result.write_text(json.dumps({"rows": rows}))
+    attention.main(["--plot-of", str(result)])
+    assert "32 x 8,192" in capsys.readouterr().out
+    assert result.with_suffix(".png").stat().st_size > 5000
