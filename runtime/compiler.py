@@ -91,16 +91,21 @@ class PieceCompiler:
         if dynamic:
             for at in code.row_inputs:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
-        options = early_start(arguments[0].device) if arguments else {}
+        options = early_start(arguments[0].device, module.graph) if arguments else {}
         return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)
 
 
-def early_start(device: torch.device) -> dict[str, Any]:
+def early_start(device: torch.device, graph: fx.Graph) -> dict[str, Any]:
     """Options that let Inductor's kernels start before those ahead of them have finished, where GPU and Inductor can:
-    they ask for what does not depend on the others, then wait.
+    a kernel waits for them before it reads what they wrote.
+
+    Not where a node reads no tensor: its kernel might wait for nothing, and let those behind it start too early.
     """
     from torch._inductor import config
 
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {}
-    return {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
+    if not hasattr(config.triton, "enable_pdl"):
+        return {}
+    reads = all(node.all_input_nodes for node in graph.nodes if node.op == "call_function")
+    return {"triton.enable_pdl": True} if reads else {}
