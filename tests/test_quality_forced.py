@@ -44,7 +44,9 @@ def test_rows_in_one_run_are_what_decoding_computes(name: str, capture_loop: int
     forced = force(model, out.sequences, PROMPT)
     assert forced.best.tolist() == out.sequences[:, PROMPT + 1 :].tolist()
     assert bool(forced.right.all())
-    want = torch.stack(out.logits[1:], 1).log_softmax(-1).gather(2, out.sequences[:, PROMPT + 1 :, None])[..., 0]
+    want = (
+        torch.stack(out.logits[1:], 1).log_softmax(-1).gather(2, out.sequences[:, PROMPT + 1 :, None])[..., 0]
+    )
     torch.testing.assert_close(forced.loss, -want.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -76,7 +78,9 @@ def test_sparse_differs_from_dense_and_short_rows_do_not() -> None:
     partly = force(compiled("ouro", dense_below=12), ids, 4)
     assert torch.equal(partly.loss[:, :7], dense.loss[:, :7])  # rows of up to 11 keys
     assert not torch.equal(partly.loss[:, 7:], dense.loss[:, 7:])
-    torch.testing.assert_close(force(compiled("ouro", key_retention=1), ids, 4).loss, dense.loss, rtol=0, atol=0)
+    torch.testing.assert_close(
+        force(compiled("ouro", key_retention=1), ids, 4).loss, dense.loss, rtol=0, atol=0
+    )
 
 
 def test_all_loops_draft_the_model_itself() -> None:

@@ -65,10 +65,16 @@ class TeacherForcing:
             self.leases = [store.acquire("text", number) for number in range(self.rows)]
 
     def run(
-        self, ids: Tensor, start: int, loops: int | None = None, done: Callable[[int], object] | None = None
+        self,
+        ids: Tensor,
+        start: int,
+        loops: int | None = None,
+        done: Callable[[int], object] = lambda texts: None,
+        dense_rows: int = 0,
     ) -> Forced:
         """ids: int64 [B, T]. start: tokens of the prompt, at least 1, which are dense. loops: what the head makes of so
-        many loops, in place of all. done: told the texts that were finished.
+        many loops, in place of all. done: told of texts that were finished. dense_rows: so many rows of each text
+        behind its prompt are dense as well, like the last one of a prompt, whose logits give the first new token.
 
         Raises ValueError for a start outside 1 .. T - 2 and for texts that are too long.
         """
@@ -80,9 +86,8 @@ class TeacherForcing:
             )
         parts = []
         for chunk in ids.split(self.texts):
-            parts.append(self._chunk(chunk, start, loops))
-            if done is not None:
-                done(len(chunk))
+            parts.append(self._chunk(chunk, start, loops, start + dense_rows))
+            done(len(chunk))
         best, loss, mass = zip(*parts, strict=True)
         masses = [one for one in mass if one is not None]
         return Forced(
@@ -101,7 +106,9 @@ class TeacherForcing:
             self.engine.store.collect(wait=True)
         self.engine.check_integrity()
 
-    def _chunk(self, ids: Tensor, start: int, loops: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _chunk(
+        self, ids: Tensor, start: int, loops: int | None, sparse_from: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         texts = ids.tolist()
         with self._seated(len(texts), ids.shape[1]) as seats:
             for plan in self._prompts(texts, start, seats):
@@ -109,7 +116,7 @@ class TeacherForcing:
             rows = ids.shape[1] - start - 1
             wanted = ids[:, start + 1 :].flatten().to(self.engine.pool.device)
             best, loss, mass = [], [], []
-            for first, segments in self._decode_rows(texts, start, seats):
+            for first, segments in self._decode_rows(texts, start, seats, sparse_from):
                 logits = self.executor.force(self.engine.plans.build(segments, loops=loops)).float()
                 best.append(logits.argmax(-1))
                 part = wanted[first : first + len(segments)]
@@ -145,7 +152,7 @@ class TeacherForcing:
                 )
 
     def _decode_rows(
-        self, texts: list[list[int]], start: int, seats: list[int]
+        self, texts: list[list[int]], start: int, seats: list[int], sparse_from: int
     ) -> Iterator[tuple[int, list[Segment]]]:
         """(number of the first row, segments) of each run; the rows of a text are in order."""
         all_rows = [
@@ -153,7 +160,7 @@ class TeacherForcing:
             for text, seat in zip(texts, seats, strict=True)
             for position in range(start, len(text) - 1)
         ]
-        dense_below = self.compiled.sparse_config.dense_below or 0
+        sparse_from = max(sparse_from, (self.compiled.sparse_config.dense_below or 0) - 1)
         for first in range(0, len(all_rows), self.rows):
             rows = all_rows[first : first + self.rows]
             leases: list[Lease | None] = [None] * len(rows)
@@ -161,8 +168,7 @@ class TeacherForcing:
                 renewed = self.engine.store.renew_all(self.leases[: len(rows)], [row[1] for row in rows])
                 self.leases[: len(rows)] = renewed
                 leases = [
-                    lease if row[1] + 1 >= dense_below else None
-                    for lease, row in zip(renewed, rows, strict=True)
+                    lease if row[1] >= sparse_from else None for lease, row in zip(renewed, rows, strict=True)
                 ]
             yield (
                 first,
