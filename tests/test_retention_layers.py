@@ -92,6 +92,11 @@ def test_a_sequence_is_kept_as_a_tuple_of_decimals() -> None:
             "measured with capture_loop=1, and it is 2; pass capture_loop=1",
         ),
         (
+            {"key_retention": "auto", "calibration": calibration("0.1", "0.3", keep_last=2)},
+            "measured with keep_last=2, and it is 0; pass keep_last=2",
+        ),
+        ({"keep_first": -1}, "keep_first=-1: must be an integer >= 0"),
+        (
             {"key_retention": "auto", "calibration": calibration("0.1", "0.3"), "target_mass": 1.5},
             "target_mass=1.5: must be a number greater than 0",
         ),
@@ -160,6 +165,23 @@ def test_each_layer_keeps_its_own_share(shares: tuple[float, ...]) -> None:
     assert kinds == [dense if share == 1 else sparse for share in shares]
 
 
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_the_first_and_last_keys_are_kept(name: str) -> None:
+    model = ouro() if name == "ouro" else tiny_model(name, dtype=torch.float64)
+    options = {"keep_first": 2, "keep_last": 3}
+    made = sparse_compile(model, key_retention=0.3, page_size=4, validate=False, progress=False, **options)
+    expected = SparseOracle(model, 0.3, **options).generate(PROMPT, 10)
+    assert tokens_of(made) == expected
+    if name == "ouro":
+        assert expected != tokens_of(compiled(0.3))
+    report = made.report().to_dict()["retention"]
+    assert (report["keep_first"], report["keep_last"], report["fraction"]) == (
+        2,
+        3,
+        "3/10, the first 2 and the last 3",
+    )
+
+
 def test_a_calibration_is_the_sequence_of_its_shares() -> None:
     auto = compiled("auto", calibration=calibration("0.1", "0.6"))
     assert tokens_of(auto) == tokens_of(compiled((0.1, 0.6)))
@@ -222,6 +244,9 @@ def test_the_backend_keeps_the_same_by_layer() -> None:
     assert "retention_num = 3" in text
     with pytest.raises(OptionError, match="one number for each of the 2 attention layers"):
         inspect_model(ouro(), {"key_retention": [0.1, 0.2, 0.3]})
+    assert "keep_first = 2, keep_last = 3" in inspect_model(
+        ouro(), {"keep_first": 2, "keep_last": 3}
+    ).graph_text("after")
 
 
 # ---------------------------------------------------------------------- calibration of a model

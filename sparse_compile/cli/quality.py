@@ -39,6 +39,8 @@ def quality(
     recapture_every: common.Recapture = None,
     calibration: common.CalibrationFile = None,
     target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     implementation: common.Implementation = "auto",
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
@@ -53,6 +55,7 @@ def quality(
     """
     changes = {"windows": windows, "window": window, "task_samples": samples}
     options = {"recapture_every": recapture_every, "implementation": implementation}
+    options |= {"keep_first": keep_first, "keep_last": keep_last}
     chosen = {"calibration": calibration, "target_mass": target_mass}
     options |= {name: value for name, value in chosen.items() if value is not None}
 
@@ -127,6 +130,8 @@ def calibrate(
     windows: Annotated[int, typer.Option("--windows", help="Texts to decode.")] = 8,
     window: Annotated[int, typer.Option("--window", help="Tokens of each text.")] = 2048,
     capture_loop: common.CaptureLoop = 1,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     as_json: common.Json = False,
@@ -142,7 +147,7 @@ def calibrate(
         with common.quiet_stdout(), _progress("calibrating") as progress:
             found = run(
                 loaded, ids, target_mass, windows=windows, window=window, prompt=window // 4,
-                progress=progress, capture_loop=capture_loop,
+                progress=progress, capture_loop=capture_loop, keep_first=keep_first, keep_last=keep_last,
             )  # fmt: skip
         found.save(out)
         if as_json:

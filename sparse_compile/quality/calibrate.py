@@ -38,6 +38,8 @@ def calibrate(
     grid: Sequence[str] = GRID,
     progress: Callable[[int, int], object] = lambda done, total: None,
     capture_loop: int = 1,
+    keep_first: int = 0,
+    keep_last: int = 0,
 ) -> Calibration:
     """The smallest retention of each layer, of `grid`, that keeps `target_mass` on a text, on average over rows, heads.
 
@@ -50,7 +52,8 @@ def calibrate(
         limit = "must be a number greater than 0 and at most 1"
         raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
     ids = windows_of(text, windows, window)
-    compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], capture_loop=capture_loop)
+    chosen = {"capture_loop": capture_loop, "keep_first": keep_first, "keep_last": keep_last}
+    compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], **chosen)
     layers = capturing_layers(compiled.program.sites)
     if not layers:
         limit = "no loop captures, so there is nothing to calibrate"
@@ -58,7 +61,9 @@ def calibrate(
     runner = TeacherForcing(compiled, window)
     points: list[list[float]] = []  # [grid][layer]
     for done, retention in enumerate(grid):
-        mass = runner.run(ids, prompt, retention=Retention.of(retention)).mass
+        mass = runner.run(
+            ids, prompt, retention=Retention.of(retention, first=keep_first, last=keep_last)
+        ).mass
         assert mass is not None
         points.append(mass.double().mean((0, 1, 3)).tolist())
         progress(done + 1, len(grid))
@@ -70,6 +75,8 @@ def calibrate(
     return Calibration(
         model=type(model).__name__,
         capture_loop=capture_loop,
+        keep_first=keep_first,
+        keep_last=keep_last,
         target_mass=target_mass,
         tokens=windows * (window - prompt - 1),
         layers=_with_dense(compiled.program.sites, dict(zip(layers, curves, strict=True)), target_mass),
