@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ def tiny_hrm_text(**overrides: Any) -> HrmTextConfig:
     tiny = {**TINY_SHARED, "num_hidden_layers": 2, "H_cycles": 3, "L_cycles": 2, "initializer_range": 0.25}
     return HrmTextConfig(**{**tiny, **overrides})
 
+
+DEMO_FOLDER = Path(__file__).with_name("demo")
 
 PRESETS: dict[str, Callable[..., PreTrainedConfig]] = {
     "ouro-1.4b": ouro_1_4b,

@@ -1,8 +1,8 @@
 """Synthetic tasks whose answer needs a far key, as bytes: made with numpy, the same on every machine.
 
 A sequence is ``[name]``, dots that fill it up, a body, and queries with their answers. The answer of the only query of
-``[recall]...ab=42;cd=17;?cd=17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are made
-by array arithmetic.
+``[recall]...ab=42;cd=17;?cd=17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are
+made by array arithmetic.
 
 | task | a record of the body | a query, its answer marked | what it needs |
 |---|---|---|---|
