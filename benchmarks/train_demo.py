@@ -1,13 +1,13 @@
 """Train the demo model, on one GPU in about a quarter of an hour, or a tiny one on the CPU.
 
-    python -m benchmarks.train_demo --out run --budget 15                  one run
-    python -m benchmarks.train_demo --out a --budget 15 --minutes 8.5      in two runs: this one stops after 8.5 minutes ...
-    python -m benchmarks.train_demo --out b --resume a --minutes 8.5       ... and this one goes on where it was
-    python -m benchmarks.train_demo --export b                             the weights and the model card, into the package
+    python -m benchmarks.train_demo --out run --budget 15               one run; or in two, of which the first stops early:
+    python -m benchmarks.train_demo --out a --budget 15 --minutes 8.5
+    python -m benchmarks.train_demo --out b --resume a --minutes 8.5
+    python -m benchmarks.train_demo --export b                          weights and model card, into the package
 
 `--budget` measures the speed and sets the number of steps, which the log and the model card state: `--steps N` repeats
-the run. The output folder holds a checkpoint (`benchmarks/demo/checkpoint.py`), the log and the plot of the losses; it is
-saved once a minute, at the end, and on SIGTERM.
+the run. The output folder holds a checkpoint (`benchmarks/demo/checkpoint.py`), the log and the plot of the losses. It
+is saved once a minute, at the end, and on SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,28 +24,38 @@ import torch
 from benchmarks.demo import card, plot
 from benchmarks.demo.checkpoint import read_state
 from benchmarks.demo.data import Data
-from benchmarks.demo.recipe import Recipe, flops_per_token, tiny_recipe
+from benchmarks.demo.recipe import Recipe, as_tuples, flops_per_token, tiny_recipe
 from benchmarks.demo.trainer import Limits, Trainer
 from benchmarks.timing import conditions
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder of the checkpoint, the log and the plot")
     parser.add_argument("--resume", type=Path, help="folder of a checkpoint to go on from")
     parser.add_argument("--steps", type=int, help="steps in all")
-    parser.add_argument("--budget", type=float, help="minutes of training in all; sets the steps by the speed")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and leave after so many minutes")
+    parser.add_argument(
+        "--budget", type=float, help="minutes of training in all; sets the steps by the speed"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="save and leave after so many minutes"
+    )
     parser.add_argument("--stop-after", type=int, help="save and leave after so many steps of this run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds")
     parser.add_argument("--log-every", type=int, default=20, help="steps")
     parser.add_argument("--evaluate-every", type=int, default=400, help="steps")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="another value in the recipe")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="another value in the recipe"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for tests on a CPU")
-    parser.add_argument("--export", type=Path, metavar="RUN", help="write the model of a finished run into --into")
+    parser.add_argument(
+        "--export", type=Path, metavar="RUN", help="write the model of a finished run into --into"
+    )
     parser.add_argument("--into", type=Path, default=card.PACKAGED, help="default: the package")
     args = parser.parse_args(arguments)
     if args.export is None and args.out is None:
@@ -58,12 +68,14 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
     changes = dict(pair.split("=", 1) for pair in args.set)
     if args.resume is not None:
         if changes:
-            raise SystemExit("--set changes the recipe, which a checkpoint has already; only --steps may change")
+            raise SystemExit(
+                "--set changes the recipe, which a checkpoint has already; only --steps may change"
+            )
         recipe = read_state(args.resume).recipe
     else:
         made = tiny_recipe() if args.tiny else Recipe()
         values = {name: json.loads(value) for name, value in changes.items()}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        values = {name: as_tuples(v) for name, v in values.items()}
         recipe = replace(made, seed=args.seed, **values)
     return recipe if args.steps is None else replace(recipe, steps=args.steps)
 
@@ -82,7 +94,7 @@ def train(args: argparse.Namespace, start: float) -> None:
         contexts=tuple(sorted({max(recipe.shortest, context // part) for part in (4, 2, 1)})),
         **({"quick": (4, 4), "samples": 4, "windows": 4} if args.tiny else {}),
     )
-    data = Data(recipe, torch.device(args.device))
+    data = Data(recipe.origins, torch.device(args.device))
     trainer = Trainer(recipe, data, args.out, limits, args.resume, start)
     if not args.no_compile and not args.tiny:
         trainer.forward.compile()

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.demo.optimizer import Optimizer
-from benchmarks.demo.recipe import Recipe
+from benchmarks.demo.recipe import Recipe, as_tuples
 from sparse_compile.models import OuroForCausalLM
 
 TENSORS = ("model", "residual", "optimizer")
@@ -109,13 +109,14 @@ def read_state(folder: Path) -> State:
     if not path.exists():
         raise ResumeError(f"there is no checkpoint in {folder}: no state.json")
     known = json.loads(path.read_text())
-    recipe = {k: tuple(v) if isinstance(v, list) else v for k, v in known["recipe"].items()}
-    recipe["shape"] = tuple((name, value) for name, value in recipe["shape"])
+    recipe = {name: as_tuples(value) for name, value in known["recipe"].items()}
     return State(**{**known, "recipe": Recipe(**recipe)})
 
 
 def _read(path: Path, step: int) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
         if (file.metadata() or {}).get("step") != str(step):
-            raise ResumeError(f"{path.name} is of step {(file.metadata() or {}).get('step')}, state.json of {step}")
+            raise ResumeError(
+                f"{path.name} is of step {(file.metadata() or {}).get('step')}, state.json of {step}"
+            )
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

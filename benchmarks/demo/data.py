@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,12 @@ class Data:
         ValueError: when the installed packages hold too little text.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
-        self.sources = {o: t for o, t in text.training_text().items() if o in recipe.origins}
+    def __init__(self, origins: tuple[str, ...], device: torch.device) -> None:
+        self.device = device
+        self.sources = {o: t for o, t in text.training_text().items() if o in origins}
         if self.size < LEAST_TEXT:
             raise ValueError(
-                f"only {self.size:,} bytes of text in {', '.join(recipe.origins)} of this Python; training needs "
+                f"only {self.size:,} bytes of text in {', '.join(origins)} of this Python; training needs "
                 f"{LEAST_TEXT:,}: install Python with its full standard library, torch and transformers"
             )
         self.pools = {o: torch.from_numpy(t.copy()).to(device) for o, t in self.sources.items()}
@@ -61,58 +62,63 @@ class Data:
             found.update(source)
         return found.hexdigest()[:16]
 
-    def step(self, step: int) -> Iterator[MicroBatch]:
+    def step(self, step: int, recipe: Recipe) -> Iterator[MicroBatch]:
         """The micro-batches of a step, text first. Half of them are tasks at first, a quarter towards the end."""
-        micros = self.recipe.micros
-        of_tasks = max(1, micros // (2 if self.recipe.progress(step) < 0.6 else 4))
-        for place in range(micros):
-            rng = np.random.default_rng([self.recipe.seed, step, place])
-            yield self.text(rng) if place < micros - of_tasks else self.tasks(rng, step)
+        of_tasks = max(1, recipe.micros // (2 if recipe.progress(step) < 0.6 else 4))
+        for place in range(recipe.micros):
+            rng = np.random.default_rng([recipe.seed, step, place])
+            if place < recipe.micros - of_tasks:
+                yield self.text(rng, recipe.context, recipe.micro_tokens // recipe.context)
+            else:
+                length = int(rng.choice(*lengths(step, recipe)))
+                yield self.tasks(rng, length, recipe.micro_tokens // length, recipe.structure_weight)
 
-    def text(self, rng: np.random.Generator) -> MicroBatch:
+    def text(self, rng: np.random.Generator, length: int, rows: int) -> MicroBatch:
         """Windows at random places, each from one origin."""
-        length = self.recipe.context
-        rows = self.recipe.micro_tokens // length
         shares = np.array([ORIGIN_SHARES[origin] for origin in self.pools])
         chosen = rng.choice(len(shares), rows, p=shares / shares.sum())
         within = torch.arange(length + 1, device=self.device)
         windows = []
         for origin, pool in enumerate(self.pools.values()):
             starts = rng.integers(0, len(pool) - length, int((chosen == origin).sum()))
-            windows.append(pool[torch.from_numpy(starts).to(self.device)[:, None] + within])
+            windows.append(pool[self._move(starts)[:, None] + within])
         ids = torch.cat(windows).long() + FIRST_BYTE_ID
         weights = torch.full((rows, length), 1 / (rows * length), device=self.device)
         return MicroBatch("text", ids[:, :-1], ids[:, 1:], weights)
 
-    def tasks(self, rng: np.random.Generator, step: int) -> MicroBatch:
-        """All tasks at one length, drawn anew for each micro-batch."""
-        length = int(rng.choice(*self.lengths(step)))
-        rows = self.recipe.micro_tokens // length
+    def tasks(self, rng: np.random.Generator, length: int, rows: int, structure: float) -> MicroBatch:
+        """All tasks at one length, by their shares."""
         bounds = np.round(np.cumsum([0.0, *TASK_SHARES.values()]) * rows).astype(int)
         texts, weights = [], []
         for name, first, last in zip(TASK_SHARES, bounds, bounds[1:], strict=False):
-            if last == first:
-                continue
-            made = tasks.training_batch(name, int(last - first), length, rng)
-            texts.append(made.text)
-            weights.append(self._weights(made.answer, share=(last - first) / rows))
-        ids = torch.from_numpy(np.concatenate(texts)).to(self.device, non_blocking=True).long() + FIRST_BYTE_ID
-        weight = torch.from_numpy(np.concatenate(weights)).to(self.device, non_blocking=True)
+            if last > first:
+                made = tasks.training_batch(name, int(last - first), length, rng)
+                texts.append(made.text)
+                weights.append(_weights(made.answer, structure, share=(last - first) / rows))
+        ids = self._move(np.concatenate(texts)).long() + FIRST_BYTE_ID
+        weight = self._move(np.concatenate(weights))
         return MicroBatch("tasks", ids, ids.roll(-1, 1), weight.roll(-1, 1))
 
-    def _weights(self, answer: NDArray[np.bool_], share: float) -> NDArray[np.float32]:
-        """By target: the mean over the answers of a task, and a little of the rest; the first byte is no target."""
-        structure = self.recipe.structure_weight
-        weights = np.where(answer, (1 - structure) / answer.sum(), structure / (~answer).sum()) * share
-        weights[:, 0] = 0
-        return weights.astype(np.float32)
+    def _move(self, array: NDArray[Any]) -> Tensor:
+        """To the device, without waiting for what it does."""
+        tensor = torch.from_numpy(array)
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        )
 
-    def lengths(self, step: int) -> tuple[NDArray[np.int64], int | None, bool, NDArray[np.float64]]:
-        """Arguments of ``rng.choice``: lengths by now, the longest most often. Short ones first, so that looking
-        things up is learned where it is easy; all of them after a quarter of the run."""
-        shortest, longest = self.recipe.shortest, self.recipe.context
-        lengths = shortest * 2 ** np.arange(int(np.log2(longest // shortest)) + 1)
-        known = 2 + int(self.recipe.progress(step) / 0.25 * (len(lengths) - 1))
-        lengths = lengths[:known]
-        shares = np.arange(1.0, len(lengths) + 1)
-        return lengths, None, True, shares / shares.sum()
+
+def _weights(answer: NDArray[np.bool_], structure: float, share: float) -> NDArray[np.float32]:
+    """By target: the mean over the answers of a task, and a little of the rest; the first byte is no target."""
+    weights = np.where(answer, (1 - structure) / answer.sum(), structure / (~answer).sum()) * share
+    weights[:, 0] = 0
+    return weights.astype(np.float32)
+
+
+def lengths(step: int, recipe: Recipe) -> tuple[NDArray[np.int64], int | None, bool, NDArray[np.float64]]:
+    """Arguments of ``rng.choice``: lengths of tasks by now, the longest most often. Short ones come first, so that
+    looking things up is learned where it is easy; all of them after a quarter of the run."""
+    shortest, longest = recipe.shortest, recipe.context
+    doubled = shortest * 2 ** np.arange(int(np.log2(longest // shortest)) + 1)
+    known = doubled[: 2 + int(recipe.progress(step) / 0.25 * (len(doubled) - 1))]
+    shares = np.arange(1.0, len(known) + 1)
+    return known, None, True, shares / shares.sum()

@@ -21,7 +21,9 @@ def held_out_windows(length: int, most: int | None = None) -> Tensor:
     return windows if most is None else windows[:: max(1, len(windows) // most)][:most]
 
 
-def text_figures(forward: Forward, length: int, most: int | None = None, batch: int = 16) -> dict[str, list[float]]:
+def text_figures(
+    forward: Forward, length: int, most: int | None = None, batch: int = 16
+) -> dict[str, list[float]]:
     """On held-out text, for each loop: bits per byte, and how often its most likely byte is that of the last loop,
     which is how often a draft of so many loops is accepted when all bytes before it are right."""
     windows = held_out_windows(length, most).to(forward.model.device)

@@ -116,8 +116,12 @@ class Forward:
         plain = Forward(self.model, self.dtype, tables=self.tables)
         h, found = plain._embed(ids), []
         for _ in range(self.model.config.total_ut_steps):
-            h = norm(plain._layers(h, *ids.shape), self.model.model.norm.weight, self.model.config.rms_norm_eps)
-            found.append(functional.linear(h, self.model.lm_head.weight.to(h.dtype)).float().unflatten(0, ids.shape))
+            h = norm(
+                plain._layers(h, *ids.shape), self.model.model.norm.weight, self.model.config.rms_norm_eps
+            )
+            found.append(
+                functional.linear(h, self.model.lm_head.weight.to(h.dtype)).float().unflatten(0, ids.shape)
+            )
         return found
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -131,7 +135,9 @@ class Forward:
             q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
             grouped = q.shape[1] != k.shape[1]
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-            h = self.after(h, attended.transpose(1, 2).reshape(len(h), -1), _weights(layer, OUTPUT_WEIGHTS), eps)
+            h = self.after(
+                h, attended.transpose(1, 2).reshape(len(h), -1), _weights(layer, OUTPUT_WEIGHTS), eps
+            )
         return h
 
     def _rotary(self, batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,8 @@ class Optimizer:
         """
         own = self.state()
         if own.keys() != state.keys():
-            raise ValueError(f"the optimizer state is of another model: {sorted(own.keys() ^ state.keys())[:4]} ...")
+            raise ValueError(
+                f"the optimizer state is of another model: {sorted(own.keys() ^ state.keys())[:4]} ..."
+            )
         for name, tensor in own.items():
             tensor.copy_(state[name])

@@ -23,7 +23,9 @@ def draw(log: Path, picture: Path) -> None:
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.2))
     losses = [entry for entry in entries if "text" in entry]
-    for panel, kind, title in zip(panels, ("text", "tasks"), ("text, bits per byte", "answers, bits per byte"), strict=False):
+    for panel, kind, title in zip(
+        panels, ("text", "tasks"), ("text, bits per byte", "answers, bits per byte"), strict=False
+    ):
         _lines(panel, [(e["step"], [v / math.log(2) for v in e[kind]]) for e in losses if kind in e])
         panel.set_title(f"training: {title}")
     evaluations = [entry for entry in entries if entry.get("event") == "evaluation"]
@@ -31,7 +33,9 @@ def draw(log: Path, picture: Path) -> None:
     longest = max((int(name.split("@")[1]) for name in names), default=0)
     for name in names:
         if name.endswith(f"@{longest}"):
-            panels[2].plot([e["step"] for e in evaluations], [e["tasks"][name] for e in evaluations], label=name)
+            panels[2].plot(
+                [e["step"] for e in evaluations], [e["tasks"][name] for e in evaluations], label=name
+            )
     panels[2].set_title("exact answers")
     for panel in panels:
         panel.set_xlabel("step")
@@ -44,4 +48,6 @@ def draw(log: Path, picture: Path) -> None:
 
 def _lines(panel: Any, points: list[tuple[int, list[float]]]) -> None:
     for loop in range(len(points[0][1]) if points else 0):
-        panel.plot([step for step, _ in points], [v[loop] for _, v in points], label=f"loop {loop}", linewidth=1)
+        panel.plot(
+            [step for step, _ in points], [v[loop] for _, v in points], label=f"loop {loop}", linewidth=1
+        )

@@ -23,7 +23,13 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ class Recipe:
 
     def progress(self, step: int) -> float:
         return step / max(1, self.steps)
+
+
+def as_tuples(value: Any) -> Any:
+    """A value from JSON with tuples for lists, all the way down."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def tiny_recipe(**changes: Any) -> Recipe:

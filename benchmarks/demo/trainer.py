@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 from benchmarks.demo import checkpoint
 from benchmarks.demo.checkpoint import State
-from benchmarks.demo.data import Data
+from benchmarks.demo.data import Data, MicroBatch
 from benchmarks.demo.evaluation import evaluate
 from benchmarks.demo.forward import Forward
 from benchmarks.demo.optimizer import Optimizer
 from benchmarks.demo.recipe import Recipe
 from sparse_compile.models import OuroForCausalLM
 
-MEASURED_STEPS = (30, 60)  # between them the speed is measured when the number of steps follows from a budget
+UNTIMED_STEPS, TIMED_STEPS = 15, 25  # when the number of steps follows from a budget
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Limits:
 
     minutes: float = float("inf")  # since the program began: then save and leave
     stop_after: int | None = None  # steps of this run
-    budget_minutes: float | None = None  # training in all; sets the recipe's steps
+    budget_minutes: float | None = None  # training in all; a new run sets the recipe's steps from it
     save_every_seconds: float = 60.0
     log_every: int = 20
     evaluate_every: int = 250
@@ -60,7 +61,13 @@ class Trainer:
     """One run of the program. ``start`` is when the program began, by ``time.monotonic``."""
 
     def __init__(
-        self, recipe: Recipe, data: Data, out: Path, limits: Limits, resume: Path | None, start: float | None = None
+        self,
+        recipe: Recipe,
+        data: Data,
+        out: Path,
+        limits: Limits,
+        resume: Path | None,
+        start: float | None = None,
     ) -> None:
         self.data, self.out, self.limits = data, out, limits
         self.start = time.monotonic() if start is None else start
@@ -69,7 +76,9 @@ class Trainer:
         dtype = torch.bfloat16 if data.device.type == "cuda" else torch.float32
         self.forward = Forward(self.model, dtype)
         self.state = State(recipe, data.digest)
-        self.stopped = False
+        self.stopped = self.has_stepped = False
+        self.maker = ThreadPoolExecutor(1)
+        self.next_batches: Future[tuple[Recipe, int, list[MicroBatch]]] | None = None
         out.mkdir(parents=True, exist_ok=True)
         log: list[str] = []
         if resume is not None:
@@ -91,34 +100,53 @@ class Trainer:
             self._train()
         finally:
             signal.signal(signal.SIGTERM, before)
+            self.maker.shutdown()
         return self.state
 
     def _stop(self, *_: Any) -> None:
         self.stopped = True
 
     def _train(self) -> None:
-        first, saved = self.state.step, time.monotonic()
-        sums: dict[str, Tensor] = {}
-        clock, measured_from = time.monotonic(), 0.0
+        first = self.state.step
         self.log(event="start", **self._sizes())
+        if self.limits.budget_minutes is not None and first == 0:
+            self._set_steps(self.limits.budget_minutes)
+        sums: dict[str, Tensor] = {}
+        saved = clock = time.monotonic()
         while self.state.step < self.recipe.steps and not self._should_stop(first):
-            for kind, losses in self._step_or_eager(self.state.step == first).items():
+            for kind, losses in self._step_or_eager(self.state.step).items():
                 sums[kind] = sums.get(kind, 0) + losses
             self.state.step += 1
-            done = self.state.step - first
-            if done % self.limits.log_every == 0:
+            if (self.state.step - first) % self.limits.log_every == 0:
                 self._log_losses(sums, time.monotonic() - clock)
                 sums, clock = {}, time.monotonic()
-            if self.limits.budget_minutes is not None and done in MEASURED_STEPS:
-                measured_from = self._measure(done, measured_from)
-            if self.state.step % self.limits.evaluate_every == 0 and self.state.step < self.recipe.steps:
-                self.save()
-                self._evaluate(*self.limits.quick)
-                clock = time.monotonic()
             if time.monotonic() - saved > self.limits.save_every_seconds:
                 self.save()
                 saved = time.monotonic()
+            if self.state.step % self.limits.evaluate_every == 0 and self.state.step < self.recipe.steps:
+                self._evaluate(*self.limits.quick)
+                clock = time.monotonic()
         self._finish()
+
+    def _set_steps(self, minutes: float) -> None:
+        """Set the number of steps so that the budget is used, from the time of a few steps; then begin anew, so that
+        ``steps`` alone repeats the run."""
+        for step in range(UNTIMED_STEPS + TIMED_STEPS):
+            if step == UNTIMED_STEPS:
+                self._synchronize()
+                start = time.monotonic()
+            self._step_or_eager(step)
+        self._synchronize()
+        seconds = (time.monotonic() - start) / TIMED_STEPS
+        left = 0.96 * 60 * (minutes - self._minutes())  # the rest is for evaluations and checkpoints
+        self.state.recipe = replace(self.recipe, steps=max(1, int(left / seconds)))
+        with torch.no_grad():
+            for own, new in zip(
+                self.model.parameters(), new_model(self.recipe, self.data.device).parameters(), strict=True
+            ):
+                own.copy_(new)
+        self.optimizer = Optimizer(self.model, self.recipe.weight_decay)
+        self.log(event="budget", seconds_per_step=round(seconds, 4), steps=self.recipe.steps)
 
     def _should_stop(self, first: int) -> bool:
         after = self.limits.stop_after
@@ -136,24 +164,24 @@ class Trainer:
             self.save()
         self.log(event="end", complete=complete, minutes=round(self.state.minutes, 2))
 
-    def _step_or_eager(self, is_first: bool) -> dict[str, Tensor]:
-        """A step. When the first one does not compile, training goes on without compiling."""
-        if not is_first:
-            return self._step()
+    def _step_or_eager(self, step: int) -> dict[str, Tensor]:
+        """A step. If the first one of this run does not compile, training goes on without compiling."""
+        if self.has_stepped or self.forward.is_eager:
+            return self._step(step)
         try:
-            return self._step()
+            found = self._step(step)
         except Exception as error:
-            if self.forward.is_eager:
-                raise
             self.log(event="not compiled", error=f"{type(error).__name__}: {str(error)[:2000]}")
             self.forward.eager()
             self.model.zero_grad(set_to_none=True)
-            return self._step()
+            found = self._step(step)
+        self.has_stepped = True
+        return found
 
-    def _step(self) -> dict[str, Tensor]:
+    def _step(self, step: int) -> dict[str, Tensor]:
         """One update. Gives the losses of each loop by kind of micro-batch, [L] on the device."""
-        step, recipe = self.state.step, self.recipe
-        batches = list(self.data.step(step))
+        recipe = self.recipe
+        batches = self._batches(step)
         found: dict[str, Tensor] = {}
         weights = torch.tensor(recipe.loop_weights, device=self.data.device)
         for batch in batches:
@@ -166,18 +194,18 @@ class Trainer:
         self.optimizer.step(step, rate * recipe.muon_lr, rate * recipe.adam_lr)
         return found
 
-    def _measure(self, done: int, measured_from: float) -> float:
-        """Set the number of steps so that the budget is used, from the time of the steps measured."""
-        self._synchronize()
-        if done == MEASURED_STEPS[0]:
-            return time.monotonic()
-        assert self.limits.budget_minutes is not None
-        seconds = (time.monotonic() - measured_from) / (MEASURED_STEPS[1] - MEASURED_STEPS[0])
-        left = self.limits.budget_minutes - self._minutes()
-        steps = self.state.step + max(1, int(left * 60 * 0.96 / seconds))  # the rest: evaluations, checkpoints
-        self.state.recipe = replace(self.recipe, steps=steps)
-        self.log(event="budget", seconds_per_step=round(seconds, 4), steps=steps)
-        return 0.0
+    def _batches(self, step: int) -> list[MicroBatch]:
+        """Those of this step; those of the next are made meanwhile."""
+
+        def make(step: int) -> tuple[Recipe, int, list[MicroBatch]]:
+            return recipe, step, list(self.data.step(step, recipe))
+
+        recipe = self.recipe
+        ready = self.next_batches.result() if self.next_batches is not None else None
+        if ready is None or ready[:2] != (recipe, step):
+            ready = make(step)
+        self.next_batches = self.maker.submit(make, step + 1)
+        return ready[2]
 
     def _log_losses(self, sums: dict[str, Tensor], seconds: float) -> None:
         losses = {kind: (total / self.limits.log_every).tolist() for kind, total in sums.items()}

@@ -83,7 +83,9 @@ def samples(name: str, count: int, context: int, seed: int = 0) -> TaskSamples:
     Raises:
         ValueError: for an unknown task or a context below ``SHORTEST``.
     """
-    make = _task(name, context + 1)  # one byte more: all but copies close with ';', which is no part of an answer
+    make = _task(
+        name, context + 1
+    )  # one byte more: all but copies close with ';', which is no part of an answer
     rng = np.random.default_rng([seed, list(TASKS).index(name), context])
     extra = 0 if name == "copy" else 1
     made = make(rng, count, context + extra, 0.0)
@@ -105,7 +107,9 @@ def accuracy(generate: Generate, asked: TaskSamples, batch: int = 64) -> float:
     return right / len(asked.prompts)
 
 
-def forced_accuracy(logits: Callable[[torch.Tensor], torch.Tensor], asked: TaskSamples, batch: int = 64) -> float:
+def forced_accuracy(
+    logits: Callable[[torch.Tensor], torch.Tensor], asked: TaskSamples, batch: int = 64
+) -> float:
     """:func:`accuracy` of a model from plain forwards: an answer is generated greedily exactly when, with the answer
     given, each of its tokens is the most likely one. ``logits(ids [n, T])`` gives [n, T, V]."""
     right = 0
@@ -140,7 +144,9 @@ def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> Ta
     links, queries = _sizes(length - len("[hops]"), share, record=6, query=7)
     keys = _PAIRS[_draws(rng, batch, links)]
     order = _draws(rng, batch, links, of=links)
-    follows = np.empty_like(order)  # link i leads to the key of link follows[i]; one cycle through all of them
+    follows = np.empty_like(
+        order
+    )  # link i leads to the key of link follows[i]; one cycle through all of them
     np.put_along_axis(follows, order, np.roll(order, 1, 1), 1)
     asked = _draws(rng, batch, queries, of=links)
     hops = rng.integers(1, 3, (batch, queries)) if share else np.full((batch, queries), 2)

@@ -24,7 +24,14 @@ HELD_OUT_ONE_IN = 24
 SEPARATOR = b"\0"  # between files
 _SKIPPED = {
     *("test", "tests", "__pycache__", "site-packages", "dist-packages"),
-    *("encodings", "lib2to3", "idlelib", "turtledemo", "ensurepip", "pydoc_data"),  # tables, or not in every Python
+    *(
+        "encodings",
+        "lib2to3",
+        "idlelib",
+        "turtledemo",
+        "ensurepip",
+        "pydoc_data",
+    ),  # tables, or not in every Python
 }
 
 
