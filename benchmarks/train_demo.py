@@ -1,6 +1,6 @@
 """Train the demo model, on one GPU in about a quarter of an hour, or a tiny one on the CPU.
 
-    python -m benchmarks.train_demo --out run --budget 15               one run; or in two, of which the first stops early:
+    python -m benchmarks.train_demo --out run --budget 15            one run; or two, of which the first stops early:
     python -m benchmarks.train_demo --out a --budget 15 --minutes 8.5
     python -m benchmarks.train_demo --out b --resume a --minutes 8.5
     python -m benchmarks.train_demo --export b                          weights and model card, into the package
@@ -27,6 +27,8 @@ from benchmarks.demo.data import Data
 from benchmarks.demo.recipe import Recipe, as_tuples, flops_per_token, tiny_recipe
 from benchmarks.demo.trainer import Limits, Trainer
 from benchmarks.timing import conditions
+
+RESULTS = Path(__file__).with_name("results")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +58,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--export", type=Path, metavar="RUN", help="write the model of a finished run into --into"
     )
-    parser.add_argument("--into", type=Path, default=card.PACKAGED, help="default: the package")
+    parser.add_argument(
+        "--into", type=Path, help="default: the package, and benchmarks/results for log and plot"
+    )
     args = parser.parse_args(arguments)
     if args.export is None and args.out is None:
         parser.error("give --out FOLDER, or --export RUN")
@@ -110,7 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.monotonic()
     args = parse(arguments)
     if args.export is not None:
-        print(card.export(args.export, args.into))
+        into, results = (args.into, None) if args.into else (card.PACKAGED, RESULTS)
+        print(card.export(args.export, into, results))
     else:
         train(args, start)
 

@@ -99,7 +99,7 @@ def test_published_presets() -> None:
         assert config.rope_parameters["rope_theta"] == 1_000_000
         assert config.max_position_embeddings == 65_536
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
-    assert set(PRESETS) == {"ouro-1.4b", "ouro-2.6b", "ouro-tiny"}
+    assert set(PRESETS) == {"ouro-1.4b", "ouro-2.6b", "demo", "ouro-tiny"}
 
 
 def test_unknown_names_say_what_is_known() -> None:

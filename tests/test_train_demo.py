@@ -1,4 +1,4 @@
-"""Training of the demo model: the arithmetic is the model's, runs go on where they were, what is written is what was trained."""
+"""Training of the demo model: its arithmetic is the model's, and runs go on exactly where they were."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.demo.optimizer import Optimizer, orthogonal
 from benchmarks.demo.recipe import Recipe, flops_per_token, tiny_recipe
 from benchmarks.demo.trainer import Limits, Trainer, new_model
 from benchmarks.train_demo import main
-from sparse_compile.models import OuroForCausalLM, random_model
+from sparse_compile.models import OuroForCausalLM, load_model, load_tokenizer, random_model
 
 CPU = torch.device("cpu")
 QUIET = Limits(log_every=2, evaluate_every=100, contexts=(128,), quick=(2, 2), samples=2, windows=2)
@@ -233,6 +233,30 @@ def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:
     assert (state.step, state.recipe.seed, state.recipe.steps) == (3, 3, 3)
     with pytest.raises(SystemExit, match="only --steps may change"):
         main(["--tiny", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"), "--set", "micros=3"])
+
+
+def test_what_is_exported_loads_and_its_card_has_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, into = tmp_path / "run", tmp_path / "model"
+    main(["--tiny", "--out", str(run), "--steps", "3", "--stop-after", "2", "--log-every", "1"])
+    with pytest.raises(ValueError, match=r"at step 2 of 3: go on with --resume"):
+        main(["--export", str(run), "--into", str(into)])
+    main(["--tiny", "--out", str(run), "--resume", str(run)])
+    main(["--export", str(run), "--into", str(into)])
+    model, tokenizer = load_model(into), load_tokenizer(into)
+    assert model.dtype == torch.bfloat16
+    trained = load_file(run / "model.safetensors")
+    assert all(torch.equal(t, trained[name]) for name, t in model.state_dict().items())
+    assert tokenizer.decode(tokenizer("[recall]")["input_ids"]) == "[recall]"
+    found = (into / "README.md").read_text()
+    figures = checkpoint.read_state(run).figures
+    for bits, same in zip(figures["bits_per_byte"], figures["agreement_with_last_loop"], strict=True):
+        assert f"| {bits:.3f} | {same:.1%} |" in found
+    assert "| recall | " in found
+    assert "PSF-2.0" in found
+    assert found.count("python -m benchmarks.") == 2  # both runs
+    assert "{" not in found
 
 
 def test_recipes_that_do_not_fit_are_refused() -> None:

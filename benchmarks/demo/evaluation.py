@@ -54,7 +54,7 @@ def task_figures(
         for name in tasks.TASKS:
             asked = tasks.samples(name, count, context, seed)
             figures[f"{name}@{context}"] = tasks.forced_accuracy(
-                lambda ids: forward.logits(ids.to(device))[-1].cpu(), asked, batch
+                lambda ids: forward.logits(ids.to(device))[-1], asked, batch
             )
     return figures
 

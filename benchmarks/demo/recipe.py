@@ -6,23 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_compile.models import OuroConfig
-from sparse_compile.models.tokenizer import TINY_VOCAB_SIZE
+from sparse_compile.models.presets import demo_ouro
 
-# Tokens (bytes) are pad, eos, unk, 256 bytes and spare ids. No end token: text runs to max_new_tokens.
-SHAPE: dict[str, Any] = {
-    "vocab_size": TINY_VOCAB_SIZE,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "head_dim": 64,
-    "total_ut_steps": 4,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10_000.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -51,7 +36,7 @@ class Recipe:
     warmup: float = 0.01  # shares of all steps: learning rates rise ...
     decay: float = 0.4  # ... stay, and fall to zero
     origins: tuple[str, ...] = ("stdlib", "topics", "torch", "transformers")
-    shape: tuple[tuple[str, Any], ...] = tuple(SHAPE.items())
+    shape: tuple[tuple[str, Any], ...] = ()  # what differs from the configuration of the preset "demo"
 
     def __post_init__(self) -> None:
         if self.micro_tokens % self.context or self.context % self.shortest:
@@ -64,7 +49,7 @@ class Recipe:
 
     @property
     def config(self) -> OuroConfig:
-        return OuroConfig(**dict(self.shape))
+        return demo_ouro(**dict(self.shape))
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,7 +78,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
         "micros": 2,
         "context": 256,
         "origins": ("stdlib",),
-        "shape": tuple({**SHAPE, **TINY, "max_position_embeddings": 256}.items()),
+        "shape": tuple(TINY.items()),
     }
     return Recipe(**{**small, **changes})
 
