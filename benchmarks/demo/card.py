@@ -53,8 +53,8 @@ tokenizer = load_tokenizer("demo")
 Matrices of the layers with Muon, the rest with Adam, bfloat16 arithmetic over float32 parameters. The loss is the cross
 entropy after every loop, weighted {loop_weights}, so that the early loops draft well. The exit gate is not trained (it
 is zero, and no loop is left early). Versions: {versions}. Code: commit {commit};
-`--steps {steps}` repeats the run (on a GPU not bit for bit). Losses over steps: `benchmarks/results/train-demo.jsonl` of
-the repository.
+`--steps {steps}` repeats the run (on a GPU not bit for bit). Losses over steps: `benchmarks/results/train-demo.jsonl`
+of the repository.
 
 | data | licence | bytes | share of the text |
 |---|---|---|---|
