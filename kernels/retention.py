@@ -41,6 +41,9 @@ class Retention:
     numerator: int
     denominator: int
 
+    def __str__(self) -> str:
+        return f"{self.numerator}/{self.denominator}"
+
     def __post_init__(self) -> None:
         if not 0 < self.numerator <= self.denominator <= MAX_LENGTH:
             raise ValueError(
@@ -73,6 +76,14 @@ class Retention:
             )
         upper = _upper_neighbour(exact, max_length)
         return cls(upper.numerator, upper.denominator)
+
+    @property
+    def share(self) -> Fraction:
+        return Fraction(self.numerator, self.denominator)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.numerator == self.denominator
 
     def count(self, length: Length) -> Length:
         """`retained_count` of this share: int -> int, int64 tensor -> int64 tensor."""

@@ -122,7 +122,7 @@ class _Rewriter:
             return self.graph.call_function(
                 OPS["consume"], (*arguments, slot, *self.held[site.layer]), keywords
             )
-        share = self.options.retention
+        share = site.retention
         keywords |= {"retention_num": share.numerator, "retention_den": share.denominator}
         made = self.graph.call_function(OPS["capture"], (*arguments, sink, slot), keywords)
         out, *held = (self._item(made, place) for place in range(1 + HELD))

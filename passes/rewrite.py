@@ -75,8 +75,8 @@ class _SitePiece(Piece):
         keywords: dict[str, Any] = {"plane": place.plane, "plane_stride": self.stride, "scale": site.scale}
         keywords |= {"softcap": site.softcap, "implementation": self.options.implementation}
         retention = {
-            "retention_num": self.options.retention.numerator,
-            "retention_den": self.options.retention.denominator,
+            "retention_num": site.retention.numerator,
+            "retention_den": site.retention.denominator,
         }
         if kind == "dense":
             target, keywords = _ops.dense.default, keywords | {"window": site.window}

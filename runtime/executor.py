@@ -118,6 +118,17 @@ class Executor:
         return self._tail(tail, environment, plan, _call)
 
     @torch.no_grad()
+    def force(self, plan: RowPlan) -> torch.Tensor:
+        """The logits of given tokens, several of a sequence in one run: what decoding one after the other computes.
+
+        With `plan.loops`, what the model's own head makes of their first so many bodies.
+        """
+        if plan.loops is None:
+            return self._through(plan.kind if self.program.sparse else "dense", plan, _call)
+        prologue, bodies, tail = self._rolled_stages(plan)
+        return self._tail([prologue, *bodies[: plan.loops], *tail], self._environment(plan), plan, _call)
+
+    @torch.no_grad()
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 

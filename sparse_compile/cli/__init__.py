@@ -17,6 +17,7 @@ from sparse_compile.cli.demo import demo
 from sparse_compile.cli.generate import generate
 from sparse_compile.cli.inspect import inspect
 from sparse_compile.cli.plan import plan
+from sparse_compile.cli.quality import calibrate, quality
 
 app = typer.Typer(
     name="sparse-compile",
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, generate, check, plan, demo):
+for command in (inspect, generate, check, plan, quality, calibrate, demo):
     app.command()(command)
 
 

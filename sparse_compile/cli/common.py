@@ -32,7 +32,18 @@ Retention = Annotated[
     typer.Option(
         "--retention",
         "--key-retention",
-        help="Part of the visible keys that consume loops read: 0 < r <= 1.",
+        help="Part of the visible keys that consume loops read, 0 < r <= 1; several separated by commas, one for each "
+        "layer; or auto, with --calibration.",
+    ),
+]
+CalibrationFile = Annotated[
+    str | None,
+    typer.Option("--calibration", help="For --retention auto: a file of `sparse-compile calibrate`."),
+]
+TargetMass = Annotated[
+    float | None,
+    typer.Option(
+        "--target-mass", help="For --retention auto: another attention mass than the calibration's own."
     ),
 ]
 CaptureLoop = Annotated[int, typer.Option("--capture-loop", help="Loop, from 0, that selects the keys.")]
@@ -154,8 +165,16 @@ def load(name: str, dtype: str, device: str) -> Any:
         return load_model(name, dtype=dtype, device=place)
 
 
+def kept_options(retention: str, calibration: str | None, target_mass: float | None) -> dict[str, Any]:
+    """The options of `sparse_compile` that say how many keys are kept."""
+    kept = [one.strip() for one in retention.split(",")]
+    chosen: dict[str, Any] = {"key_retention": kept if len(kept) > 1 else retention}
+    given = {"calibration": calibration, "target_mass": target_mass}
+    return chosen | {name: value for name, value in given.items() if value is not None}
+
+
 def compile_options(
-    retention: str,
+    kept: dict[str, Any],
     capture_loop: int,
     recapture_every: int | None,
     dense_below: int | None,
@@ -165,7 +184,7 @@ def compile_options(
 ) -> dict[str, Any]:
     """Options of `sparse_compile` from those of the command line."""
     return {
-        "key_retention": retention,
+        **kept,
         "capture_loop": capture_loop,
         "recapture_every": recapture_every,
         "dense_below": dense_below,

@@ -31,6 +31,8 @@ def generate(
         int | None, typer.Option("--seed", help="With --do-sample: same seed, same text.")
     ] = None,
     retention: common.Retention = "0.1",
+    calibration: common.CalibrationFile = None,
+    target_mass: common.TargetMass = None,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -55,8 +57,9 @@ def generate(
     debug: common.Debug = False,
 ) -> None:
     """Continue a prompt with the compiled model."""
+    kept = common.kept_options(retention, calibration, target_mass)
     options = common.compile_options(
-        retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
+        kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     options |= {"async_steps": async_steps, "loops_per_step": loops_per_step}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
