@@ -1,4 +1,4 @@
-"""`sparse-compile quality MODEL` and `sparse-compile calibrate MODEL`: what sparse attention costs, and how much to keep."""
+"""`sparse-compile quality MODEL`: what sparse attention costs; `sparse-compile calibrate MODEL`: how much to keep."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ def quality(
         settings = SUBSET if subset else Settings()
         given = {name: value for name, value in changes.items() if value is not None}
         if window is not None:
-            given |= {
-                "prompt": min(settings.prompt, window // 4),
-                "generate_prompt": min(settings.generate_prompt, window),
-            }
+            given["prompt"] = min(settings.prompt, window // 4)
+            given["generate_prompt"] = min(settings.generate_prompt, window)
         least = SUBSET_SWEEP if subset else Sweep()
         sweep = Sweep(
             tuple(_list(retentions)) or least.retentions,

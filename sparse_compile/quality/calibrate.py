@@ -7,15 +7,19 @@ keys of earlier ones. So layers can be looked at one by one, and one run for eac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sparse_compile.api import sparse_compile
 from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.errors import ArgumentError
-from sparse_compile.quality.forced import Forced, TeacherForcing
+from sparse_compile.kernels.retention import Retention
+from sparse_compile.quality.forced import TeacherForcing
 from sparse_compile.quality.measure import OPTIONS, capturing_layers, windows_of
+
+if TYPE_CHECKING:
+    from sparse_compile.passes.program import Site
 
 GRID = (
     "0.01", "0.02", "0.03", "0.04", "0.05", "0.06", "0.08", "0.1", "0.12", "0.15", "0.2", "0.25", "0.3", "0.4",
@@ -46,34 +50,35 @@ def calibrate(
         limit = "must be a number greater than 0 and at most 1"
         raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
     ids = windows_of(text, windows, window)
-    curves: dict[str, list[tuple[str, float]]] = {}
+    compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], capture_loop=capture_loop)
+    layers = capturing_layers(compiled.program.sites)
+    if not layers:
+        limit = "no loop captures, so there is nothing to calibrate"
+        raise ArgumentError("capture_loop", capture_loop, limit, "choose a lower capture_loop")
+    runner = TeacherForcing(compiled, window)
+    points: list[list[float]] = []  # [grid][layer]
     for done, retention in enumerate(grid):
-        layers, forced = _measure(model, ids, prompt, retention, capture_loop, validate=not done)
-        if forced.mass is None:
-            limit = "no loop captures with these options, so there is nothing to calibrate"
-            raise ArgumentError("capture_loop", capture_loop, limit, "choose a lower capture_loop")
-        means = forced.mass.double().mean((0, 1, 3)).tolist()
-        for layer, mass in zip(layers, means, strict=True):
-            curves.setdefault(layer, []).append((retention, round(mass, 6)))
+        mass = runner.run(ids, prompt, retention=Retention.of(retention)).mass
+        assert mass is not None
+        points.append(mass.double().mean((0, 1, 3)).tolist())
         progress(done + 1, len(grid))
+    runner.close()
+    curves = [
+        tuple(zip(grid, (round(one, 6) for one in masses), strict=True))
+        for masses in zip(*points, strict=True)
+    ]
     return Calibration(
         model=type(model).__name__,
         capture_loop=capture_loop,
         target_mass=target_mass,
         tokens=windows * (window - prompt - 1),
-        layers=tuple(
-            LayerCalibration.choose(layer, tuple(curve), target_mass) for layer, curve in curves.items()
-        ),
+        layers=_with_dense(compiled.program.sites, dict(zip(layers, curves, strict=True)), target_mass),
     )
 
 
-def _measure(
-    model: Any, ids: Tensor, prompt: int, retention: str, capture_loop: int, validate: bool
-) -> tuple[list[str], Forced]:
-    """The layers that capture, in the order of the masses, and what the text gave."""
-    chosen = {"key_retention": retention, "capture_loop": capture_loop, "validate": validate}
-    compiled = sparse_compile(model, **OPTIONS, **chosen)
-    runner = TeacherForcing(compiled, ids.shape[1])
-    forced = runner.run(ids, prompt)
-    runner.close()
-    return capturing_layers(compiled.program.sites), forced
+def _with_dense(
+    sites: Sequence[Site], curves: dict[str, tuple[tuple[str, float], ...]], target: float
+) -> tuple[LayerCalibration, ...]:
+    """Every attention layer in the order of first calls; those that never capture keep all."""
+    layers = dict.fromkeys(site.layer for site in sites)
+    return tuple(LayerCalibration.choose(layer, curves.get(layer, ()), target) for layer in layers)

@@ -22,6 +22,7 @@ from sparse_compile.runtime.plan import RowPlan, Segment
 
 if TYPE_CHECKING:
     from sparse_compile.compiled import CompiledModel
+    from sparse_compile.kernels.retention import Retention
 
 PROMPT_ROWS = 8192  # of one run
 
@@ -71,10 +72,12 @@ class TeacherForcing:
         loops: int | None = None,
         done: Callable[[int], object] = lambda texts: None,
         dense_rows: int = 0,
+        retention: Retention | None = None,
     ) -> Forced:
         """ids: int64 [B, T]. start: tokens of the prompt, at least 1, which are dense. loops: what the head makes of so
         many loops, in place of all. done: told of texts that were finished. dense_rows: so many rows of each text
         behind its prompt are dense as well, like the last one of a prompt, whose logits give the first new token.
+        retention: in place of the program's own, which must not be smaller.
 
         Raises ValueError for a start outside 1 .. T - 2 and for texts that are too long.
         """
@@ -86,7 +89,7 @@ class TeacherForcing:
             )
         parts = []
         for chunk in ids.split(self.texts):
-            parts.append(self._chunk(chunk, start, loops, start + dense_rows))
+            parts.append(self._chunk(chunk, start, loops, start + dense_rows, retention))
             done(len(chunk))
         best, loss, mass = zip(*parts, strict=True)
         masses = [one for one in mass if one is not None]
@@ -107,7 +110,7 @@ class TeacherForcing:
         self.engine.check_integrity()
 
     def _chunk(
-        self, ids: Tensor, start: int, loops: int | None, sparse_from: int
+        self, ids: Tensor, start: int, loops: int | None, sparse_from: int, retention: Retention | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         texts = ids.tolist()
         with self._seated(len(texts), ids.shape[1]) as seats:
@@ -117,7 +120,9 @@ class TeacherForcing:
             wanted = ids[:, start + 1 :].flatten().to(self.engine.pool.device)
             best, loss, mass = [], [], []
             for first, segments in self._decode_rows(texts, start, seats, sparse_from):
-                logits = self.executor.force(self.engine.plans.build(segments, loops=loops)).float()
+                logits = self.executor.force(
+                    self.engine.plans.build(segments, loops=loops), retention
+                ).float()
                 best.append(logits.argmax(-1))
                 part = wanted[first : first + len(segments)]
                 loss.append(torch.nn.functional.cross_entropy(logits, part, reduction="none"))

@@ -6,7 +6,7 @@ dense, so figures over prompts alone would say nothing about sparse attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
