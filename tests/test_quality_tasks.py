@@ -93,7 +93,7 @@ def test_copies_are_copies(context: int, seed: int) -> None:
 def test_a_seed_is_a_set_for_good() -> None:
     """Committed figures hold for these very samples."""
     assert bytes(tasks.samples("recall", 1, 96).prompts[0]).startswith(
-        b"[recall]....nb=00;bz=86;kg=89;dm=34;"
+        b"[recall]....nb=56;bz=05;kg=85;dm=93;"
     )
     assert bytes(tasks.samples("recall", 1, 96).answers[0]) == b"56"
     for name in tasks.TASKS:
@@ -147,7 +147,7 @@ def test_what_cannot_be_made_is_refused() -> None:
 
 def test_the_held_out_text_is_no_part_of_the_training_text() -> None:
     held_out = text.held_out_text()
-    assert 200_000 < len(held_out) < 300_000
+    assert 150_000 < len(held_out) < 300_000
     held_out.decode()
     trained = {origin: bytes(pool) for origin, pool in text.training_text().items()}
     assert {"stdlib", "torch", "transformers"} <= trained.keys()

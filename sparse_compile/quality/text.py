@@ -27,6 +27,7 @@ _SKIPPED = {
     *(
         "encodings",
         "lib2to3",
+        "distutils",
         "idlelib",
         "turtledemo",
         "ensurepip",
