@@ -189,6 +189,8 @@ def _count(rng: np.random.Generator, batch: int, length: int, share: float) -> T
 
 def _copy(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
     size = (length - len("[copy]") - 1) // 2
+    if share:  # of many sizes, so that a copy is found by what it says and not by how far back it is
+        size = int(rng.integers(size // 2, size + 1))
     body = _LETTERS[rng.integers(0, len(_LETTERS), (batch, size))]
     bar = np.full((batch, 1), ord("|"), np.uint8)
     return _sequence("copy", length, np.concatenate((body, bar), 1), body, answer=slice(0, size))
