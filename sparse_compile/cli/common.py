@@ -21,7 +21,9 @@ INTERRUPTED, CLOSED_PIPE = 130, 141  # as shells count signals
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text."),
+    typer.Argument(
+        metavar="MODEL", help="Hub id, local folder, demo, or tiny:ouro | tiny:dory | tiny:hrm-text."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

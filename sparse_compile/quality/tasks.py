@@ -1,8 +1,8 @@
 """Synthetic tasks whose answer needs a far key, as bytes: made with numpy, the same on every machine.
 
 A sequence is ``[name]``, dots that fill it up, a body, and queries with their answers. The answer of the only query of
-``[recall]...ab=42;cd=17;?cd=17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are made
-by array arithmetic.
+``[recall]...ab=42;cd=17;?cd=17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are
+made by array arithmetic.
 
 | task | a record of the body | a query, its answer marked | what it needs |
 |---|---|---|---|
@@ -69,28 +69,29 @@ def to_ids(text: Bytes | bytes) -> torch.Tensor:
 
 
 def training_batch(name: str, batch: int, length: int, rng: np.random.Generator) -> TaskBatch:
-    """Sequences of exactly ``length`` bytes with many queries: between a twentieth and half of each sequence.
+    """Sequences of exactly ``length`` bytes with many queries: between a twentieth and six tenths of each sequence.
 
     Raises:
         ValueError: for an unknown task or a length below ``SHORTEST``.
     """
-    return _task(name, length)(rng, batch, length, float(rng.uniform(0.05, 0.5)))
+    return _task(name, length)(rng, batch, length, float(rng.uniform(0.05, 0.6)))
 
 
 def samples(name: str, count: int, context: int, seed: int = 0) -> TaskSamples:
-    """``count`` questions of exactly ``context`` bytes with their answers at the end; one seed gives one set.
+    """``count`` questions of exactly ``context`` bytes with their answers at the end. A seed gives the same ones
+    everywhere, and more of them with a larger ``count``.
 
     Raises:
         ValueError: for an unknown task or a context below ``SHORTEST``.
     """
-    make = _task(
-        name, context + 1
-    )  # one byte more: all but copies close with ';', which is no part of an answer
-    rng = np.random.default_rng([seed, list(TASKS).index(name), context])
-    extra = 0 if name == "copy" else 1
-    made = make(rng, count, context + extra, 0.0)
-    text, answer = made.text[:, :context], made.answer[:, :context]
-    width = COPY_ANSWER if name == "copy" else int(answer[0].sum())
+    make = _task(name, context)
+    length = (
+        context if name == "copy" else context + 1
+    )  # the others close with ';', which is no part of an answer
+    key = (seed, list(TASKS).index(name), context)
+    rows = [make(np.random.default_rng([*key, row]), 1, length, 0.0) for row in range(count)]
+    text = np.concatenate([row.text[:, :context] for row in rows])
+    width = COPY_ANSWER if name == "copy" else int(rows[0].answer.sum())
     return TaskSamples(name, text[:, :-width], text[:, -width:])
 
 
@@ -188,6 +189,8 @@ def _count(rng: np.random.Generator, batch: int, length: int, share: float) -> T
 
 def _copy(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
     size = (length - len("[copy]") - 1) // 2
+    if share:  # of many sizes, so that a copy is found by what it says and not by how far back it is
+        size = int(rng.integers(size // 2, size + 1))
     body = _LETTERS[rng.integers(0, len(_LETTERS), (batch, size))]
     bar = np.full((batch, 1), ord("|"), np.uint8)
     return _sequence("copy", length, np.concatenate((body, bar), 1), body, answer=slice(0, size))

@@ -27,6 +27,7 @@ _SKIPPED = {
     *(
         "encodings",
         "lib2to3",
+        "distutils",
         "idlelib",
         "turtledemo",
         "ensurepip",
@@ -37,7 +38,7 @@ _SKIPPED = {
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or one topic of Python's documentation. name: "stdlib/json/decoder.py", "topics/assert", ..."""
+    """A file, or a topic of Python's documentation. name: "stdlib/json/decoder.py", "topics/assert", ..."""
 
     name: str
     text: bytes
@@ -53,7 +54,10 @@ def held_out_text() -> bytes:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this name is kept from training: one in 24, by the hash of its name."""
+    """Whether the file of this name is kept from training: one in 24, by the hash of its name. No topics of the
+    documentation: they repeat one another."""
+    if name.startswith("topics/"):
+        return False
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
@@ -79,11 +83,11 @@ def training_text() -> dict[str, NDArray[np.uint8]]:
 
 
 def write_held_out(path: Path = HELD_OUT, most: int = 280_000, longest: int = 24_000) -> list[str]:
-    """Write the held-out text from the Python that runs: the beginnings of files and topics, each up to ``longest``
-    bytes, until there are ``most``. Returns the names that went in."""
+    """Write the held-out text from the Python that runs: the beginnings of modules of the standard library, each up to
+    ``longest`` bytes, until there are ``most``. Returns the names that went in."""
     names, texts, size = [], [], 0
     for source in installed_sources():
-        if source.origin not in ("stdlib", "topics") or not is_held_out(source.name):
+        if source.origin != "stdlib" or not is_held_out(source.name):
             continue
         text = source.text[:longest].decode(errors="ignore").encode()  # no character is cut in two
         if len(text) < 2_000 or size + len(text) > most:
@@ -106,8 +110,10 @@ def _files(origin: str, root: Path) -> Iterator[Source]:
 
 
 def _topics() -> Iterator[Source]:
-    from pydoc_data.topics import topics
-
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError:  # some distributions package it apart
+        return
     for name, text in sorted(topics.items()):
         if cleaned := _clean(text.encode()):
             yield Source(f"topics/{name}", cleaned)
