@@ -54,7 +54,7 @@ def quality(
     Exits with 1 when retention 1.0 is not exactly the dense model.
     """
     changes = {"windows": windows, "window": window, "task_samples": samples}
-    options = {"recapture_every": recapture_every, "implementation": implementation}
+    options: dict[str, Any] = {"recapture_every": recapture_every, "implementation": implementation}
     options |= {"keep_first": keep_first, "keep_last": keep_last}
     chosen = {"calibration": calibration, "target_mass": target_mass}
     options |= {name: value for name, value in chosen.items() if value is not None}
@@ -64,7 +64,7 @@ def quality(
         from sparse_compile.quality.sweep import SUBSET_SWEEP, Sweep
 
         settings = SUBSET if subset else Settings()
-        given = {name: value for name, value in changes.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         if window is not None:
             given["prompt"] = min(settings.prompt, window // 4)
             given["generate_prompt"] = min(settings.generate_prompt, window)
