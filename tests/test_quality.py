@@ -88,11 +88,11 @@ class _Answers:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
 
-    def run(self, ids: torch.Tensor, start: int, done: Any = None, dense_rows: int = 0) -> Any:
-        self.calls.append((start, dense_rows))
-        right = torch.ones(len(ids), ids.shape[1] - start - 1, dtype=torch.bool)
+    def run(self, ids: torch.Tensor, parts: Any, done: Any) -> Any:
+        self.calls = [(part.start, part.dense_rows) for part in parts]
+        right = torch.ones(len(ids), ids.shape[1], dtype=torch.bool)
         right[::2, -1] = False
-        return SimpleNamespace(right=right)
+        return [SimpleNamespace(right=right[:, part.start + 1 :]) for part in parts]
 
 
 def test_an_answer_counts_when_all_of_it_is_right() -> None:
@@ -103,10 +103,8 @@ def test_an_answer_counts_when_all_of_it_is_right() -> None:
     meter._add_task(found, runner, meter.asked[0])  # type: ignore[arg-type]
     assert found.tasks == found.tasks_prompt_dense == {"recall": {96: 0.5}}
     prompt = meter.asked[0].prompts.shape[1]
-    assert runner.calls == [
-        (prompt - 8, 0),
-        (prompt - 1, 1),
-    ]  # the question decoded; the last row of a dense prompt
+    # the last row of a dense prompt; the question decoded
+    assert runner.calls == [(prompt - 1, 1), (prompt - 8, 0)]
     assert found.to_dict()["recall_longest"] == found.task_mean == 0.5
     assert found.to_dict()["recall_2k"] is None
 

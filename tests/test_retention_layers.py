@@ -24,7 +24,7 @@ from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.schedule import give_retention
 from sparse_compile.quality.calibrate import calibrate
-from sparse_compile.quality.forced import TeacherForcing
+from sparse_compile.quality.forced import Part, TeacherForcing
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 PROMPT = [3, 9, 4, 12, 7, 30, 31, 5, 44, 2, 17]
@@ -259,10 +259,11 @@ def test_a_curve_is_what_runs_at_each_retention_have() -> None:
     found = calibrate(
         ouro(), text, 0.75, windows=2, window=40, prompt=10, grid=grid, progress=lambda *now: seen.append(now)
     )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert seen == [(2, 6), (4, 6), (6, 6)]
     assert [one.layer for one in found.layers] == list(LAYERS)
     runner = TeacherForcing(compiled(0.3), 40)
-    mass = runner.run(torch.stack((text[:40], text[45:85])), 10).mass
+    (forced,) = runner.run(torch.stack((text[:40], text[45:85])), [Part(10)])
+    mass = forced.mass
     runner.close()
     assert mass is not None
     for place, layer in enumerate(found.layers):

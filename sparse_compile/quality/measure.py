@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_compile.errors import ArgumentError
-from sparse_compile.quality.forced import Forced, TeacherForcing
+from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.tasks import TaskSamples, samples
 from sparse_compile.speculation import SpeculationConfig
 
@@ -154,20 +154,23 @@ class Meter:
     def dense(self, compiled: CompiledModel) -> Dense:
         """What later models are compared with."""
         runner = self._runner(compiled)
-        forced = runner.run(self.windows, self.settings.prompt, done=self.done)
+        (forced,) = runner.run(self.windows, [Part(self.settings.prompt)], self.done)
         runner.close()
         return Dense(forced, self._generated(compiled) if len(self.prompts) else None)
 
     def measure(self, compiled: CompiledModel, dense: Dense) -> Quality:
-        runner = self._runner(compiled)
-        forced = runner.run(self.windows, self.settings.prompt, done=self.done)
+        runner, start = self._runner(compiled), self.settings.prompt
+        bodies = compiled.program.roll.repeats if compiled.program.roll is not None else 1
+        parts = [Part(start), *(Part(start, loops) for loops in range(1, bodies))]
+        forced, *drafts = runner.run(self.windows, parts, self.done)
         found = Quality(
             perplexity=float(forced.loss.double().mean().exp()),
             agreement=float((forced.best == dense.forced.best).double().mean()),
             exact=torch.equal(forced.best, dense.forced.best) and torch.equal(forced.loss, dense.forced.loss),
         )
         self._add_mass(found, compiled, forced)
-        self._add_acceptance(found, compiled, runner, forced)
+        for loops, draft in enumerate(drafts, start=1):
+            found.acceptance[loops] = float((draft.best == forced.best).double().mean())
         for asked in self.asked:
             self._add_task(found, runner, asked)
         runner.close()
@@ -191,22 +194,15 @@ class Meter:
         found.mass_mean = float(rows.mean())
         found.mass_p5 = float(quantile(rows.flatten()[:, None], LOW))
 
-    def _add_acceptance(
-        self, found: Quality, compiled: CompiledModel, runner: TeacherForcing, forced: Forced
-    ) -> None:
-        if compiled.program.roll is None:
-            return
-        for loops in range(1, compiled.program.roll.repeats):
-            drafts = runner.run(self.windows, self.settings.prompt, loops, self.done)
-            found.acceptance[loops] = float((drafts.best == forced.best).double().mean())
-
     def _add_task(self, found: Quality, runner: TeacherForcing, asked: TaskSamples) -> None:
         """With the question decoded, and with a prompt that is dense to its end."""
         ids = torch.cat((asked.prompt_ids, asked.answer_ids), 1)
         width = asked.answers.shape[1]
-        for question, tasks in ((self.settings.question, found.tasks), (0, found.tasks_prompt_dense)):
-            start, dense_rows = ids.shape[1] - width - max(question, 1), int(question == 0)
-            forced = runner.run(ids, start, done=self.done, dense_rows=dense_rows)
+        end, question = ids.shape[1] - width, self.settings.question
+        parts = [Part(end - 1, dense_rows=1), Part(end - max(question, 1), dense_rows=int(not question))]
+        for forced, tasks in zip(
+            runner.run(ids, parts, self.done), (found.tasks_prompt_dense, found.tasks), strict=True
+        ):
             right = forced.right[:, -width:].all(-1)
             tasks.setdefault(asked.name, {})[ids.shape[1]] = float(right.double().mean())
 
