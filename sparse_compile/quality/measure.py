@@ -36,7 +36,8 @@ class Settings:
     windows: texts of `window` tokens, whose first `prompt` are the dense prompt. task_contexts, task_samples: of each
     task. question: so many of the last prompt tokens of a task are decode rows too, as in a conversation that goes on;
     without that the first token of an answer would come from the dense prompt. generate_prompts, generate_prompt,
-    generate_tokens: texts that are continued greedily. texts, rows: in one run.
+    generate_tokens: texts that are continued greedily. drafts: whether drafts are measured, of given tokens and in
+    blocks of draft_rows rows. texts, rows: in one run.
     """
 
     windows: int = 64
@@ -49,6 +50,7 @@ class Settings:
     generate_prompts: int = 16
     generate_prompt: int = 512
     generate_tokens: int = 128
+    drafts: bool = True
     draft_rows: int = 4
     texts: int = 16
     rows: int = 2048
@@ -56,6 +58,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if isinstance(value, bool):
+                continue
             if isinstance(value, int) and value < (
                 0 if name in ("seed", "question", "generate_prompts") else 1
             ):
@@ -145,11 +149,11 @@ class Meter:
             for context in settings.task_contexts
         ]
 
-    def units(self, loops: int) -> int:
+    def units(self, compiled: CompiledModel) -> int:
         """How often `done` is told of a unit while one model is measured: runs over texts, and generations."""
-        forced = loops * len(self.windows)
-        generated = len(self.prompts) and loops
-        return forced + 2 * sum(len(one.prompts) for one in self.asked) + generated
+        parts = 1 + len(self._draft_loops(compiled))
+        generated = parts if len(self.prompts) else 0
+        return parts * len(self.windows) + 2 * sum(len(one.prompts) for one in self.asked) + generated
 
     def dense(self, compiled: CompiledModel) -> Dense:
         """What later models are compared with."""
@@ -160,8 +164,7 @@ class Meter:
 
     def measure(self, compiled: CompiledModel, dense: Dense) -> Quality:
         runner, start = self._runner(compiled), self.settings.prompt
-        bodies = compiled.program.roll.repeats if compiled.program.roll is not None else 1
-        parts = [Part(start), *(Part(start, loops) for loops in range(1, bodies))]
+        parts = [Part(start), *(Part(start, loops) for loops in self._draft_loops(compiled))]
         forced, *drafts = runner.run(self.windows, parts, self.done)
         found = Quality(
             perplexity=float(forced.loss.double().mean().exp()),
@@ -210,13 +213,16 @@ class Meter:
         same = self._generated(compiled) == dense
         found.generated_agreement = float(same.double().mean())
         found.generated_prefix = float(same.long().cumprod(-1).sum(-1).double().mean())
-        if compiled.program.roll is None:
-            return
-        for loops in range(1, compiled.program.roll.repeats):
+        for loops in self._draft_loops(compiled):
             asked = SpeculationConfig(draft_loops=loops, num_draft_tokens=self.settings.draft_rows)
             metrics = self._generate(compiled, asked).metrics
             drafted = sum(one.drafted_tokens for one in metrics)
             found.accepted[loops] = sum(one.accepted_tokens for one in metrics) / max(1, drafted)
+
+    def _draft_loops(self, compiled: CompiledModel) -> range:
+        """How many loops a draft may run: those before the last of a loop that is rolled."""
+        roll = compiled.program.roll
+        return range(1, roll.repeats if roll is not None and self.settings.drafts else 1)
 
     def _generated(self, compiled: CompiledModel) -> Tensor:
         """New tokens [B, generate_tokens], on the CPU."""
