@@ -187,10 +187,9 @@ def test_calibrate_writes_what_compiles(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_committed_figures_come_out_on_a_cpu() -> None:
     """The subset, on this CPU in float32. Tolerances: a device and a dtype round in their own ways, so near-ties fall
-    to the other side: 2 % of perplexity and of mass, 5 points of the agreement, one answer in eight of a task.
+    to the other side: 2 % of perplexity and of mass, 5 points of the agreement, one answer in six of a task.
     """
     committed = json.loads(RESULTS.read_text())["subset"]
-    torch.set_num_threads(2)
     model = load_model("demo", dtype="float32", device="cpu")
     sweep = replace(SUBSET_SWEEP, retentions=("0.1",))
     settings = replace(SUBSET, generate_prompts=0)
@@ -201,7 +200,7 @@ def test_the_committed_figures_come_out_on_a_cpu() -> None:
         assert mine["agreement"] == pytest.approx(theirs["agreement"], abs=0.05)
         for task, by_context in theirs["tasks"].items():
             for context, share in by_context.items():
-                assert mine["tasks"][task][int(context)] == pytest.approx(share, abs=0.125)
+                assert mine["tasks"][task][int(context)] == pytest.approx(share, abs=0.17)
         if theirs["mass_mean"] is not None:
             assert mine["mass_mean"] == pytest.approx(theirs["mass_mean"], rel=0.02)
         for loops, share in theirs["acceptance"].items():

@@ -70,7 +70,7 @@ class Settings:
 
 
 SUBSET = Settings(
-    windows=2, window=320, prompt=64, tasks=("recall", "count"), task_contexts=(256,), task_samples=8,
+    windows=2, window=224, prompt=32, tasks=("recall", "count"), task_contexts=(160,), task_samples=6,
     generate_prompts=2, generate_prompt=64, generate_tokens=16, texts=8, rows=512,
 )  # fmt: skip
 """What a CPU measures in a few seconds."""
