@@ -1,11 +1,14 @@
 """Time the attention ops against the best dense baseline of the same run.
 
     python -m benchmarks.attention --out benchmarks/results/attention-h200.json     every point that fits
-    python -m benchmarks.attention --points 32x8192,2x32768                         some of them
+    python -m benchmarks.attention --points 32x8192,8x4096:huginn:0.1:32            some of them
     python -m benchmarks.attention --tune                                           tile sizes at a few points
+    python -m benchmarks.attention --plot-of benchmarks/results/attention-h200.json a table and a picture of a result
 
-Each point is rows x context. A correctness gate (against float64 on one row) runs before a point is timed. loops_ratio
-is (loop 0 dense + capture + later consumes) over (loops x best dense baseline).
+A point is ROWSxCONTEXT[:SHAPE[:RETENTION[:LOOPS]]], by default mha, 0.1 and 4. A correctness gate (against float64 on
+one row) runs before a point is timed. loops_ratio is (loop 0 dense + capture + later consumes) over (loops x best dense
+baseline). Baselines read contiguous keys and values: PyTorch's scaled_dot_product_attention by each of its backends,
+FlexAttention compiled (`--flex`, tens of seconds for each shape), and FlashInfer where it is installed.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import argparse
 import gc
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,13 @@ from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 ROWS = (1, 2, 4, 8, 32, 128)
 CONTEXTS = (512, 2048, 8192, 32768, 65536)
 SHAPES = {"mha": (16, 16, 128), "dory": (16, 4, 256), "huginn": (55, 55, 96)}
+FEW = ((1, 8192), (2, 32768), (32, 512), (32, 8192))  # where other shapes and retentions are timed
+POINTS = [
+    *(f"{rows}x{context}" for rows in ROWS for context in CONTEXTS),
+    *(f"{rows}x{context}:mha:{share}" for share in ("0.05", "0.2") for rows, context in FEW),
+    *(f"{rows}x{context}:{shape}" for shape in ("dory", "huginn") for rows, context in FEW),
+    *(f"8x4096:{shape}:0.1:32" for shape in ("mha", "huginn")),
+]
 ROTATE_BYTES = 256 << 20  # several times the L2 cache
 PAGE = 16
 
@@ -186,26 +197,57 @@ class Bench:
         assert error < 2e-2, f"consume is off by {error:.2e}"
 
 
-def best_baseline(bench: Bench) -> tuple[float, str]:
-    """Microseconds and name of the fastest dense attention over contiguous K, V."""
+def baselines(bench: Bench, flex: bool) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
+    """Names and calls of dense attention over contiguous K, V."""
     from torch.nn.attention import SDPBackend
 
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        yield f"sdpa-{backend.name.lower()}", bench.sdpa_calls(backend)
+    if flex:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        run = torch.compile(flex_attention, dynamic=False)
+        grouped = bench.point.heads != bench.point.kv_heads
+        queries = [q[:, :, None] for q in bench.q]
+        yield (
+            "flex-attention",
+            [
+                lambda q=q, kv=kv: run(q, *kv, enable_gqa=grouped)
+                for q, kv in zip(queries, bench.contiguous, strict=True)
+            ],
+        )
+    if find_spec("flashinfer") is not None:
+        from flashinfer import single_decode_with_kv_cache
+
+        yield (
+            "flashinfer",
+            [
+                lambda q=q, kv=kv: [
+                    single_decode_with_kv_cache(q[row], kv[0][row], kv[1][row], kv_layout="HND")
+                    for row in range(bench.point.rows)
+                ]
+                for q, kv in zip(bench.q, bench.contiguous, strict=True)
+            ],
+        )
+
+
+def best_baseline(bench: Bench, flex: bool) -> tuple[float, str]:
+    """Microseconds and name of the fastest dense attention over contiguous K, V."""
     found: list[tuple[float, str]] = []
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    for backend in backends:
+    for name, calls in baselines(bench, flex):
         try:
-            found.append((graph_time(bench.sdpa_calls(backend)), f"sdpa-{backend.name.lower()}"))
-        except RuntimeError:
+            found.append((graph_time(calls), name))
+        except Exception as error:  # what does not serve this shape; the others do
             torch.cuda.synchronize()
-            continue
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
     return min(found)
 
 
-def run_point(point: Point) -> dict[str, Any]:
+def run_point(point: Point, flex: bool) -> dict[str, Any]:
     bench = Bench(point)
     bench.check()
     times = {op: graph_time(bench.calls(op)) for op in ("dense", "capture", "consume")}
-    best, name = best_baseline(bench)
+    best, name = best_baseline(bench, flex)
     total = times["dense"] + times["capture"] + (point.loops - 2) * times["consume"]
     row = {
         "rows": point.rows, "context": point.context, "heads": point.heads, "kv_heads": point.kv_heads,
@@ -273,41 +315,122 @@ def tune(points: list[Point]) -> None:
     triton_backend.tiles_for = tiles_for
 
 
-def parse_points(text: str, shape: str) -> list[Point]:
-    heads, kv_heads, head_dim = SHAPES[shape]
-    pairs = [tuple(int(x) for x in item.split("x")) for item in text.split(",")]
-    return [Point(rows, context, heads, kv_heads, head_dim) for rows, context in pairs]
+def parse_point(text: str) -> Point:
+    """ROWSxCONTEXT[:SHAPE[:RETENTION[:LOOPS]]]. Raises ValueError."""
+    size, *more = text.split(":")
+    shape, retention, loops = [*more, *("mha", "0.1", "4")[len(more) :]]
+    if shape not in SHAPES:
+        raise ValueError(f"{text}: the shape {shape!r} must be one of {', '.join(SHAPES)}")
+    rows, context = (int(x) for x in size.split("x"))
+    return Point(rows, context, *SHAPES[shape], retention, int(loops))
 
 
-def main() -> None:
+def shape_of(row: dict[str, Any]) -> str:
+    found = tuple(row[name] for name in ("heads", "kv_heads", "head_dim"))
+    return next((name for name, shape in SHAPES.items() if shape == found), "x".join(map(str, found)))
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """The result for people, as a rich table."""
+    from rich.table import Table
+
+    made = Table(
+        "rows x context",
+        "shape",
+        "r",
+        "loops",
+        "dense us",
+        "GB/s",
+        "of the best",
+        "capture",
+        "consume",
+        "loops ratio",
+    )
+    for row in rows:
+        dense = row["dense_us"]
+        made.add_row(
+            f"{row['rows']} x {row['context']:,}", shape_of(row), f"{row['retention']:g}", str(row["loops"]),
+            f"{dense:,.1f}", f"{row['dense_gbps']:,.0f}", f"{dense / row['best_dense_us']:.3f}",
+            f"{row['capture_us'] / dense:.3f}", f"{row['consume_us'] / dense:.3f}", f"{row['loops_ratio']:.3f}",
+        )  # fmt: skip
+    return made
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """loops_ratio over context, a line for each number of rows, marked where sparse begins to pay."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
+    usual = [row for row in rows if (shape_of(row), row["retention"], row["loops"]) == ("mha", 0.1, 4)]
+    for count in sorted({row["rows"] for row in usual}):
+        line = sorted((row["context"], row["loops_ratio"]) for row in usual if row["rows"] == count)
+        drawn = axes.plot(*zip(*line, strict=True), marker="o", label=f"{count} rows")[0]
+        paying = next((point for point in line if point[1] < 1), None)
+        if paying:
+            axes.annotate(
+                f"{paying[0]:,}", paying, color=drawn.get_color(), xytext=(0, 6), textcoords="offset points"
+            )
+    axes.axhline(1, color="grey", linestyle="--", linewidth=1)
+    axes.set(xlabel="context", ylabel="four loops, over four dense ones by the best baseline")
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def show(rows: list[dict[str, Any]], picture: Path | None) -> None:
+    from rich.console import Console
+
+    Console(width=120).print(table(rows))
+    if picture is not None:
+        plot(rows, picture)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", default=",".join(f"{r}x{c}" for r in ROWS for c in CONTEXTS))
-    parser.add_argument("--shape", choices=SHAPES, default="mha")
-    parser.add_argument("--retention", default="0.1")
-    parser.add_argument("--loops", type=int, default=4)
+    parser.add_argument("--points", default=",".join(POINTS))
+    parser.add_argument("--flex", action="store_true", help="FlexAttention among the baselines")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    points = [
-        replace(point, retention=options.retention, loops=options.loops)
-        for point in parse_points(options.points, options.shape)
-    ]
+    parser.add_argument("--plot", type=Path, help="a picture of the result")
+    parser.add_argument("--plot-of", type=Path, metavar="JSON", help="a result to show; nothing is timed")
+    options = parser.parse_args(arguments)
+    try:
+        options.points = [parse_point(text) for text in options.points.split(",")]
+    except ValueError as error:
+        parser.error(f"--points: {error}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.plot_of:
+        show(
+            json.loads(options.plot_of.read_text())["rows"],
+            options.plot or options.plot_of.with_suffix(".png"),
+        )
+        return
     report = conditions()
     print(json.dumps(report), flush=True)
     if options.tune:
-        tune(points)
+        tune(options.points)
         return
     report["rows"] = []
-    for point in points:
+    for point in options.points:
         if not fits(point):
             print(f"{point.rows} x {point.context}: does not fit into memory, left out")
             continue
-        report["rows"].append(run_point(point))
+        report["rows"].append(run_point(point, options.flex))
         if options.out:  # after every point, so that an interrupted run leaves what it measured
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(report, indent=1) + "\n")
+    show(report["rows"], options.plot)
 
 
 if __name__ == "__main__":

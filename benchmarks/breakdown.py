@@ -28,10 +28,9 @@ OTHER = "other"
 
 
 def our_kernels() -> frozenset[str]:
-    """Names of the attention kernels of this project, as they are launched."""
-    modules = [
-        found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.startswith("triton_")
-    ]
+    """Names of the attention kernels of this project, as they are launched. The products' are known by theirs."""
+    names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
+    modules = [name for name in names if name.startswith("triton_") and name != "triton_skinny"]
     return frozenset(
         name
         for module in modules
@@ -52,8 +51,12 @@ def classify(name: str, ours: Iterable[str] = ()) -> str:
     return OTHER
 
 
-def kernel_classes(step: Callable[[], Any], steps: int = 5) -> dict[str, float]:
-    """Milliseconds per step by class, the largest first, of kernels on CUDA; of operators where there is none."""
+def kernel_classes(step: Callable[[], Any], steps: int = 5) -> tuple[dict[str, float], float]:
+    """Milliseconds per step by class, the largest first, and of any kernel outside attention.
+
+    Of kernels on CUDA; of operators where there is none. Kernels that run beside others, or start while those ahead of
+    them finish, count in full in their class; the time outside attention counts every moment once.
+    """
     on_cuda = torch.cuda.is_available()
     step()
     synchronize()
@@ -62,13 +65,28 @@ def kernel_classes(step: Callable[[], Any], steps: int = 5) -> dict[str, float]:
             step()
         synchronize()
     times: dict[str, float] = {}
+    others: list[tuple[float, float]] = []
     ours = our_kernels()
-    for event in found.key_averages():
-        spent = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        if spent and (not on_cuda or event.device_type == torch.autograd.DeviceType.CUDA):
-            kind = classify(event.key, ours)
-            times[kind] = times.get(kind, 0.0) + spent / 1000 / steps
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
+    for event in found.events() or ():
+        if on_cuda and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        begin, end = event.time_range.start, event.time_range.end
+        spent = end - begin if on_cuda else event.self_cpu_time_total
+        kind = classify(event.name, ours)
+        times[kind] = times.get(kind, 0.0) + spent / 1000 / steps
+        if kind != "attention":
+            others.append((begin, end))
+    outside = covered(others) / 1000 / steps if on_cuda else sum(times.values()) - times.get("attention", 0.0)
+    return dict(sorted(times.items(), key=lambda item: -item[1])), outside
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (begin, end)."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def table(title: str, times: dict[str, float], traffic: dict[str, int], bandwidth: float) -> str:

@@ -84,9 +84,9 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
             row["step_ms"] = round(times.device_ms, 3)
             row["wall_ms"] = round(times.wall_ms, 3)
             if options.breakdown:
-                found = breakdown.kernel_classes(system.step)
+                found, outside = breakdown.kernel_classes(system.step)
                 row["breakdown"] = {kind: round(spent, 4) for kind, spent in found.items()}
-                row["other_ms"] = round(sum(found.values()) - found.get("attention", 0.0), 3)
+                row["other_ms"] = round(outside, 3)
         finally:
             system.close()
     except Exception as error:

@@ -86,7 +86,12 @@ def warm_up_cold_and_warm(arguments: list[str]) -> dict[str, float]:
     """The same in fresh processes: with an empty compile cache, and again with what that left there."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        folders = {
+            "TORCHINDUCTOR_CACHE_DIR": "inductor",
+            "TRITON_CACHE_DIR": "triton",
+            "SPARSE_COMPILE_CACHE": "own",
+        }
+        caches = {name: f"{folder}/{own}" for name, own in folders.items()}
         for name in ("cold_s", "warm_s"):
             command = [sys.executable, "-m", "benchmarks.decode", "--warm-up-only", *arguments]
             done = subprocess.run(

@@ -312,15 +312,6 @@ def tiles_by(pick: Callable[[int, Tensor, bool], Tiles]) -> Iterator[None]:
         skinny_choice.tiles_maybe = before
 
 
-def inductor_pdl(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Inductor's kernels too may start before those ahead of them have finished, where it can do that."""
-    from torch._inductor import config
-
-    if not hasattr(config.triton, "enable_pdl"):
-        return contextlib.nullcontext()
-    return config.patch({"triton.enable_pdl": wanted})
-
-
 def product_of(rows: int, weight: Tensor, gated: bool) -> Product:
     return Product(rows, weight.shape[0] // (2 if gated else 1), weight.shape[1], gated)
 
@@ -352,17 +343,17 @@ def time_chain(bench: Bench, chain_rows: tuple[int, ...]) -> list[dict[str, Any]
     on_cuda = bench.device == "cuda"
     found: list[dict[str, Any]] = []
     plain = {merged: PieceCompiler(on_cuda, skinny=False) for merged in (False, True)}
-    ours = {early: PieceCompiler(on_cuda, skinny=True) for early in (False, True)}
+    ours = PieceCompiler(on_cuda, skinny=True)
     codes = {merged: chain.code(merged) for merged in (False, True)}
     variants: list[tuple[str, PieceCompiler, bool, Any]] = [
         ("library, unmerged", plain[False], False, default_pick),
         ("library, merged", plain[True], True, default_pick),
-        *((name, ours["early" in name], True, pick) for name, pick in picks(bench).items()),
+        *((name, ours, True, pick) for name, pick in picks(bench).items()),
     ]
     late: dict[int, Tensor] = {}
     for name, compiler, merged, pick in variants:
         times, same = {}, True
-        with tiles_by(pick), inductor_pdl("early" in name):
+        with tiles_by(pick):
             for rows in chain_rows:
                 run = functools.partial(call, compiler, codes[merged])
                 check_piece(chain, run, codes[merged], rows, merged)
@@ -429,8 +420,9 @@ def main() -> None:
     model = Model(64, 96, 160, layers=2, loops=2) if options.tiny else Model()
     rows, chain_rows = ((1, 4), (1, 3)) if options.tiny else (options.rows, options.chain_rows)
     bench = Bench(model, rows, "cpu" if options.tiny else "cuda", options.seconds)
-    result: dict[str, Any] = {"conditions": {} if options.tiny else conditions(), "model": asdict(model)}
-    print(result["conditions"])
+    result: dict[str, Any] = {} if options.tiny else conditions()
+    print(result)
+    result["model"] = asdict(model)
     if not options.tiny:
         precompile(bench, sweep=not options.no_sweep)
     if not options.no_products:

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+WARM_SECONDS = 0.06
+"""How long a graph is replayed before it is timed: after other work a GPU is up to a tenth slower for a while."""
+
 
 def conditions() -> dict[str, Any]:
     """What the figures depend on: GPU, versions, commit and command."""
@@ -64,8 +67,10 @@ def graph_time(calls: list[Callable[[], Any]], replays: int = 7, least_ms: float
                 for call in calls:
                     call()
     torch.cuda.current_stream().wait_stream(side)
-    for _ in range(2):
+    until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < until:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_counters: dict[torch.device, list[Tensor]] = {}
+_counters: dict[tuple[torch.device, str], list[Tensor]] = {}
 
 
-def arrivals(device: torch.device, count: int) -> Tensor:
+def arrivals(device: torch.device, count: int, stream: str = "main") -> Tensor:
     """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
 
-    One set per device, so calls on one device must follow each other, as they do on one stream. Buffers that were
-    outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
+    One set per device and stream, so kernels that share a set must follow each other. Buffers that were outgrown stay
+    alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
     zeros would only be written when it is replayed.
     """
-    buffers = _counters.setdefault(device, [])
+    buffers = _counters.setdefault((device, stream), [])
     if not buffers or buffers[-1].shape[0] < count:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

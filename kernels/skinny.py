@@ -12,6 +12,9 @@ end. On the CPU the ops are the definition. On CUDA, up to `MAX_ROWS` rows in ha
 the tiles of `skinny_choice`; more rows, other dtypes, and shapes at which the library was measured to be faster run as
 eager code does, which rounds after every operation. In the kernel a row's bits depend on that row and the weight alone,
 not on the other rows or on how many there are.
+
+With `fixed` they do so whatever runs: on CUDA always the kernel, with tiles by the weight's shape that nothing was
+measured for, over `MAX_ROWS` rows at a time; on the CPU the definition of each row on its own.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ MAX_ROWS = 64
 HALF = (torch.bfloat16, torch.float16)
 
 SCHEMAS = {
-    "skinny_linear": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    "skinny_add": "(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None) -> Tensor",
+    "skinny_linear": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
+    "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
+    "skinny_add": "(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None, *, bool fixed=False) -> Tensor",
 }
 """Op name -> schema without the name."""
 
@@ -65,16 +68,18 @@ def eager(
     return product if residual is None else residual + product
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _run(x, weight, bias, None, False)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+    return _run(x, weight, bias, None, False, fixed)
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _run(x, weight, bias, None, True)
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+    return _run(x, weight, bias, None, True, fixed)
 
 
-def add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _run(x, weight, bias, residual, False)
+def add(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, fixed: bool = False
+) -> Tensor:
+    return _run(x, weight, bias, residual, False, fixed)
 
 
 def obstacle(dtype: torch.dtype, weight: Tensor) -> str:
@@ -88,8 +93,12 @@ def obstacle(dtype: torch.dtype, weight: Tensor) -> str:
     return ""
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fixed: bool
+) -> Tensor:
     check(x, weight, bias, residual, gated)
+    if fixed:
+        return _fixed(x, weight, bias, residual, gated)
     if x.device.type != "cuda":
         return define(x, weight, bias, residual, gated)
     rows = x.shape[:-1].numel()
@@ -101,6 +110,29 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
             made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles)
             return made.view(*x.shape[:-1], made.shape[1])
     return eager(x, weight, bias, residual, gated).contiguous()
+
+
+def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
+    on_cuda, reason = x.device.type == "cuda", obstacle(x.dtype, weight)
+    if on_cuda and reason:
+        raise ValueError(f"fixed=True: {reason}; pass half precision and a weight with contiguous columns")
+    rows, step = x.shape[:-1].numel(), MAX_ROWS if on_cuda else 1
+    flat = x.reshape(rows, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows, -1)
+    made = []
+    for start in range(0, rows, step):
+        some, more = flat[start : start + step], None if added is None else added[start : start + step]
+        if on_cuda:
+            backend = importlib.import_module(".skinny_backend", __package__)
+            choice = importlib.import_module(".skinny_choice", __package__)
+            tiles = choice.fixed_tiles(some.shape[0], weight, gated)
+            made.append(backend.launch(some, weight, bias, more, gated, tiles))
+        else:  # a copy: how a product is added may follow from where its operand begins
+            made.append(define(some.clone(), weight, bias, more, gated))
+    width = weight.shape[0] // (2 if gated else 1)
+    whole = torch.cat(made) if len(made) > 1 else made[0] if made else x.new_empty(0, width)
+    return whole.view(*x.shape[:-1], width)
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> None:
@@ -125,15 +157,17 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
             )
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
-def _fake_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_add(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, fixed: bool = False
+) -> Tensor:
     return _fake_linear(x, weight, bias)
 
 

@@ -5,9 +5,8 @@ graphs over rotating copies of a weight, more than the L2 cache holds. What was 
 `$SPARSE_COMPILE_CACHE/skinny.json` (default `~/.cache/sparse_compile`). With SPARSE_COMPILE_TUNE=0, while a graph is
 captured, and where there is no memory to measure, the tiles are those of `skinny_tuning.default_tiles`.
 
-The order in which a sum is added (`slices`, `splits`) is chosen once per shape, at 4 rows; only the other sizes follow
-the number of rows. Where the library was faster at one number of rows and not at another, a row's bits differ between
-the two.
+Numbers of rows are measured apart, each when it is first met. So a row's bits may differ between numbers of rows;
+`fixed_tiles` are for those who cannot have that.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from triton import cdiv
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles
 
-FORMAT = 1  # of the file, and of the kernel whose times it holds
+FORMAT = 2  # of the file, and of the kernel whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
@@ -59,39 +58,55 @@ class Shape:
         return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
 
 
-Choice = dict[int, Tiles | None]
-"""Tiles for each of BUCKETS; None where the library is faster."""
-
-_choices: dict[Shape, Choice] = {}
+_choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
 def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
     """The tiles for a call, or None where the library serves it better."""
-    shape = Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
-    return choose(shape)[next(bucket for bucket in BUCKETS if rows <= bucket)]
+    return choose(_shape(weight, gated), _bucket(rows))
 
 
-def choose(shape: Shape) -> Choice:
-    """The choice for a shape: known, read from the file, measured, or the default."""
-    if shape in _choices:
-        return _choices[shape]
+def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+    """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
+    same order.
+    """
+    tiles = default_choice(_shape(weight, gated), _bucket(rows))
+    assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
+    return tiles
+
+
+def _shape(weight: Tensor, gated: bool) -> Shape:
+    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+
+
+def _bucket(rows: int) -> int:
+    return next(bucket for bucket in BUCKETS if rows <= bucket)
+
+
+def choose(shape: Shape, bucket: int) -> Tiles | None:
+    """The choice for a shape and one of BUCKETS: known, read from the file, measured, or the default."""
+    if (shape, bucket) in _choices:
+        return _choices[shape, bucket]
     if not _may_measure(shape):
-        return default_choice(shape)
-    found = _read().get(shape.key)
-    if found is None:
-        measured = measure(shape)
-        if measured is not None:
-            _write(shape.key, {str(at): tiles and asdict(tiles) for at, tiles in measured.items()})
-        _choices[shape] = measured or default_choice(shape)
+        return default_choice(shape, bucket)
+    key, found = f"{shape.key} | {bucket} rows", _read()
+    if key in found:
+        made = Tiles(**found[key]) if found[key] else None
     else:
-        _choices[shape] = {int(at): Tiles(**tiles) if tiles else None for at, tiles in found.items()}
-    return _choices[shape]
+        try:
+            made = measure(shape, bucket)
+            _write(key, asdict(made) if made else None)
+        except torch.OutOfMemoryError:  # there is no room to measure
+            made = default_choice(shape, bucket)
+    _choices[shape, bucket] = made
+    return made
 
 
 @functools.lru_cache(256)
-def default_choice(shape: Shape) -> Choice:
+def default_choice(shape: Shape, bucket: int) -> Tiles:
     """Tiles by shape alone."""
-    return {rows: default_tiles(shape.product(rows), gpu_of(shape.device)) for rows in BUCKETS}
+    tiles = default_tiles(shape.product(bucket), gpu_of(shape.device))
+    return replace(tiles, pdl=_starts_early(shape.device))
 
 
 @functools.cache
@@ -102,49 +117,31 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
 
 
-def candidates(shape: Shape) -> list[Tiles]:
-    """What is tried at 4 rows: the default and its neighbours; wide products with the columns parted among programs;
-    and to start before the kernel ahead has finished.
-    """
-    product, gpu = shape.product(4), gpu_of(shape.device)
-    first = default_tiles(product, gpu)
-    wide = Tiles(lines=32 if shape.gated else 64, columns=128, slices=1, stages=4)
-    splits = max(1, min(8, round(2 * gpu.multiprocessors / cdiv(product.width, wide.lines))))
-    tried = [
-        first,
-        replace(first, lines=2 * first.lines, columns=256, stages=4),
-        replace(first, columns=256, stages=min(8, 2 * first.stages)),
-        replace(wide, splits=splits),
-    ]
-    if torch.cuda.get_device_capability(shape.device) >= (9, 0):
-        tried.append(replace(first, pdl=True, ahead=512))
-    return tried
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has finished: always a gain where the GPU can do it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def for_rows(shape: Shape, rows: int, family: Tiles) -> Tiles:
-    """Tiles for more rows that add in the same order as `family`."""
-    made = default_tiles(shape.product(rows), gpu_of(shape.device))
-    if family.slices != made.slices or family.splits != 1:
-        return replace(family, stages=min(family.stages, 3) if rows > 32 else family.stages)
-    return replace(made, pdl=family.pdl, ahead=family.ahead)
+def candidates(shape: Shape, bucket: int) -> list[Tiles]:
+    """What is tried: the default, and for many rows whole columns in one program, parted where programs are few."""
+    first = default_choice(shape, bucket)
+    if bucket <= 16:
+        return [first]
+    wide = Tiles(lines=32 if shape.gated else 64, columns=128, slices=1, stages=5, pdl=first.pdl)
+    blocks = cdiv(shape.product(bucket).width, wide.lines)
+    splits = max(1, min(8, round(gpu_of(shape.device).multiprocessors / blocks)))
+    return [first, replace(wide, splits=splits)]
 
 
-def measure(shape: Shape) -> Choice | None:
-    """Times candidates and the library; None where there is no memory for it."""
-    try:
-        bench = _Bench(shape)
-        times = {tiles: time for tiles in candidates(shape) if (time := bench.ours(4, tiles)) is not None}
-        if not times:
-            return None
-        family = min(times, key=times.__getitem__)
-        choice: Choice = {BUCKETS[0]: family if times[family] <= bench.library(4) else None}
-        for rows in BUCKETS[1:]:
-            tiles = for_rows(shape, rows, family)
-            mine = bench.ours(rows, tiles)
-            choice[rows] = tiles if mine is not None and mine <= bench.library(rows) else None
-        return choice
-    except torch.OutOfMemoryError:
-        return None
+def measure(shape: Shape, bucket: int) -> Tiles | None:
+    """The fastest candidate; None where the library is faster than all. Raises torch.OutOfMemoryError."""
+    bench = _Bench(shape)
+    best, least = None, bench.library(bucket)
+    for tiles in candidates(shape, bucket):
+        time = bench.ours(bucket, tiles)
+        if time is not None and time <= least:
+            best, least = tiles, time
+    return best
 
 
 class _Bench:
@@ -176,9 +173,9 @@ class _Bench:
 
     def _library(self, x: Tensor, weight: Tensor) -> Tensor:
         made = F.linear(x, weight)
-        if self.shape.gated:  # a compiler would make one kernel of the activation and the product with it
+        if self.shape.gated:
             gate, up = made.chunk(2, -1)
-            made = gate * up
+            made = F.silu(gate) * up
         return made
 
 
@@ -239,7 +236,7 @@ def _read() -> dict[str, Any]:
     return content["entries"] if content.get("format") == FORMAT else {}
 
 
-def _write(key: str, entry: dict[str, Any]) -> None:
+def _write(key: str, entry: dict[str, Any] | None) -> None:
     """Adds an entry; readers see the old file or the new one, never a part."""
     entries = {**_read(), key: entry}
     try:

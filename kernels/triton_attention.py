@@ -1,6 +1,6 @@
 """The attention kernel for CUDA: dense, capture, consume and mixed rows over the paged pool.
 
-One program attends one unit of keys, or two neighbouring ones, for one tile: the query heads of one key/value head and
+One program attends one unit of keys, or several in a row, for one tile: the query heads of one key/value head and
 of `R` rows of one sequence (dense, capture), or one query head of one row (consume). A unit is a run of consecutive
 visible keys, or of retained keys, whose size follows from the row's own length alone; so is every order of addition,
 and a row's bits do not depend on its neighbours or on the size of the batch. Programs leave partial results in
@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_guesses import HALF, guess_cuts, store_guesses
-from .triton_loops import attend_all, attend_kept
-from .triton_parts import LOG2E, finite_or_zero, merge_pair, merge_units, unit_size
+from .triton_guesses import HALF
+from .triton_loops import attend_kept, attend_span, store_part
+from .triton_parts import LOG2E, finite_or_zero, merge_units, unit_size
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -63,37 +63,6 @@ def sink_weight(sink, at, m, ok):
 
 
 @triton.jit
-def attend_unit(
-    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
-    quantile, scores, line_m, guess_acc, guess_stats, row, head0, unit, width, captured, bias, bias_m,
-    GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """`attend_all` over one unit of keys; a captured one keeps its sums over the keys above guessed cuts."""
-    cut = tl.full([BM], float("-inf"), tl.float32)
-    deviation = cut
-    if GUESSES > 0:
-        if captured:
-            cut, deviation = guess_cuts(
-                q_tile, k_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
-                cap, quantile, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, PAGE, BM, BN, PRECISION,
-            )  # fmt: skip
-    m, l, acc = attend_all(
-        q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale,
-        cap, cut, scores, line_m, captured, bias, bias_m, GUESSES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY,
-        PAGE, BM, BN, BD, STAGES, PRECISION,
-    )  # fmt: skip
-    if GUESSES > 0:
-        if captured:
-            if start < end:
-                store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
-                              HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
-    return m, l, acc
-
-
-@triton.jit
 def emit(
     result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
     REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
@@ -133,11 +102,11 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
     SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of heads, units or pairs of them, tiles of rows). Heads come first, so that programs which run at the
+    """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
@@ -201,12 +170,12 @@ def attention_kernel(
         total = length - first
         keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
-    start = span * keys * (2 if PAIR else 1)
+    start = span * SPAN * keys
     table_row = table + seq * table_s
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
-    last = tl.maximum(units - 1, 0) // (2 if PAIR else 1)
+    last = tl.maximum(units - 1, 0) // SPAN
     if FUSE_WRITE and (span == last) & (length > 0):
         write_key(k_new, v_new, k_pool, v_pool, table_row, position, row0, base, kv0,
                   k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
@@ -217,9 +186,10 @@ def attention_kernel(
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
-        end = tl.minimum(start + keys * (2 if PAIR else 1), total)
+        end = tl.minimum(start + SPAN * keys, total)
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
+        unit = span * SPAN
         if kept:
             kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
@@ -227,34 +197,24 @@ def attention_kernel(
                 cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
-            own_scores = scores + at_0 * scores_s
-            middle = tl.minimum(start + keys, total) + first
-            m, l, acc = attend_unit(
-                q_tile, k_pool, v_pool, base, table_row, start + first, middle, first_m, length_m, d, d_ok, pool_page,
-                pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
-                span * 2 if PAIR else span, width, captured, bias, bias_m, GUESSES, COPIES, HAS_CAP, HAS_WINDOW,
-                HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
+            unit, m, l, acc = attend_span(
+                q_tile, k_pool, v_pool, base, table_row, start + first, end + first, keys, unit, first_m, length_m,
+                at_m, own, d, d_ok, pool_page, pool_token, scale, cap, quantile, scores + at_0 * scores_s, line_m,
+                part_acc, part_m, part_l, guess_acc, guess_stats, row0, head0, width, captured, bias, bias_m, GUESSES,
+                COPIES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION,
+                SLOTS, SPAN,
             )  # fmt: skip
-            if PAIR:
-                m_b, l_b, acc_b = attend_unit(
-                    q_tile, k_pool, v_pool, base, table_row, middle, end + first, first_m, length_m, d, d_ok, pool_page,
-                    pool_token, scale, cap, quantile, own_scores, line_m, guess_acc, guess_stats, row0, head0,
-                    span * 2 + 1, width, captured, bias, bias_m, GUESSES, COPIES, HAS_CAP, HAS_WINDOW,
-                    HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION, SLOTS,
-                )  # fmt: skip
-                m, l, acc = merge_pair(m, l, acc, m_b, l_b, acc_b)
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
-        if last == 0:
+        PAIRS: tl.constexpr = SPAN > 1
+        if units <= (2 if PAIRS else 1):
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
             emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
                  kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
-            part = at_m * SLOTS + span
-            tl.store(part_m + part, m, mask=own)
-            tl.store(part_l + part, l, mask=own)
-            tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
+            place = unit // 2 if PAIRS else unit
+            store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
             if ticket == last:
@@ -265,7 +225,7 @@ def attention_kernel(
                     row = row0 + i // width
                     head = head0 + i % width
                     acc_1, m_1, l_1 = merge_units(
-                        part_acc, part_m, part_l, row * HEADS + head, units, d, PAIR, SLOTS, BD
+                        part_acc, part_m, part_l, row * HEADS + head, units, d, PAIRS, SLOTS, BD
                     )
                     if HAS_SINK and MODE != _CONSUME:
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)

@@ -20,6 +20,7 @@ from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
 from .arrivals import arrivals
+from .beside import make_room, run_beside, wait_for
 from .retention import Retention
 from .triton_attention import (
     MODE_CAPTURE,
@@ -36,6 +37,9 @@ from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
 
+SPAN_KEYS = 2048
+"""The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
+
 
 def dense(attention: Attention, out: Tensor) -> None:
     """Fill out [T, H, D]; inactive rows get zeros."""
@@ -44,12 +48,14 @@ def dense(attention: Attention, out: Tensor) -> None:
 
 def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
     """`dense`, and each active row's reference written to its slot."""
+    _settle(attention, store)
     scratch = _attend(attention, out, MODE_CAPTURE, store, retention)
     _select(attention, store, retention, scratch)
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
     """Fill out with O_ref + m * (T - C_ref). A row whose slot is empty gets NaN: it has no answer."""
+    _settle(attention, store)
     _attend(attention, out, MODE_CONSUME, store)
 
 
@@ -62,6 +68,7 @@ def mixed(
     captures: bool = True,
 ) -> None:
     """Each row by its mode. `captures=False` promises that no row has mode capture, and skips what that would need."""
+    _settle(attention, store)
     scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
@@ -86,6 +93,7 @@ class Scratch:
         self.part_acc = empty(lines, self.units, self.width)
         self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
         self.arrived = arrivals(device, lines)  # one per row and head
+        self.selected = arrivals(device, lines, "selection") if capacity else self.arrived
         if not capacity:
             lines = 0
         room = max(tiles.register_scores, tiles.piece)
@@ -96,6 +104,10 @@ class Scratch:
         self.cuts = empty(lines, 2, dtype=torch.int32)
         self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
         self.fixes = empty(lines, capacity, dtype=torch.int32)
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
 
 
 def _with_room(lines: int, width: int, room: int, device: torch.device) -> Tensor:
@@ -122,30 +134,33 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _units(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, bool, int]:
-    """(programs per line, pair, stages) of a launch with `lines` tiles; how many programs follows from what the block
-    table and the store could hold.
+def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, int, int]:
+    """(programs per line, units of each, stages) of a launch with `lines` tiles; how many programs follows from what
+    the block table and the store could hold.
 
-    Pairing and the depth of the pipeline change no bits, only how the programs fill the GPU. Three programs share a
-    multiprocessor, four with a shallow pipeline: that pays where all programs then run at once, one unit each or two.
+    None of it changes bits, only how the programs fill the GPU. Three programs share a multiprocessor, four with a
+    shallow pipeline: that pays where all programs then run at once, each with the fewest units that allow it.
     """
     keys = a.max_pages * a.page_size
-    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
-        return kept, False, tiles.stages or 3
-    processors = _multiprocessors(a.q.device)
-    pair = tiles.pair
-    if pair is None:
-        pair = lines * cdiv(units, 2) <= 4 * processors < lines * units
-    if mode == MODE_MIXED:  # its consume rows have no pairs
-        pair = False
-    if pair:
-        units = cdiv(units, 2)
-    stages = tiles.stages or (2 if pair or 3 * processors < lines * units <= 4 * processors else 3)
-    return max(units, kept), pair, stages
+        return kept, 1, tiles.stages or 3
+    # The largest unit, and the most units: a shorter row may have more of them than the longest, smaller ones.
+    unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
+    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
+    at_once = 4 * _multiprocessors(a.q.device)
+    spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
+    if mode == MODE_DENSE:
+        spans += [2, 4, 8]
+    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
+    span = min(fitting, default=1)
+    if tiles.span and mode != MODE_MIXED:
+        span = tiles.span
+    programs = cdiv(units, span)
+    crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
+    return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
 
 
 def _attend(
@@ -161,6 +176,8 @@ def _attend(
     per_head = mode in (MODE_CONSUME, MODE_MIXED)
     group = _query_rows(a, per_head)
     tiles = tiles_for(a)
+    if retention is not None:  # the scratch of captures lives until their selections are done
+        make_room(a.q.device, 4 * a.rows * a.heads * a.max_pages * a.page_size)
     if mode == MODE_MIXED and a.sink is not None:
         raise ValueError("mixed rows take no sink")
     captures = retention is not None
@@ -173,11 +190,11 @@ def _attend(
     if writes and not fuse:
         _write(a, k, v)
     heads = a.heads if per_head else a.kv_heads
-    units, pair, stages = _units(tiles, a, mode, heads * (a.rows // group), store)
+    programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
-    attention_kernel[(heads, units, a.rows // group)](
+    attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
@@ -193,11 +210,11 @@ def _attend(
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
-        PAIR=pair, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
+        SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda",
         num_warps=tiles.warps,
-        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if pair or mode == MODE_CAPTURE else {}),
+        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
     )  # fmt: skip
     return scratch
 
@@ -245,9 +262,23 @@ def _quantile(retention: Retention | None) -> float:
 def _select(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
-    """Fill index, count, mass and C_ref of the store for the rows that captured."""
-    _cut(a, retention, scratch, row_mode)
-    _retain(a, store, retention, scratch, row_mode)
+    """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
+
+    def work() -> None:
+        _cut(a, retention, scratch, row_mode)
+        _retain(a, store, retention, scratch, row_mode)
+
+    run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
+
+
+def _filled(store: Store) -> tuple[int, int]:
+    """What a selection of this site fills."""
+    return store.index.data_ptr(), store.site
+
+
+def _settle(a: Attention, store: Store) -> None:
+    """Wait for what was selected at this site and may still run beside."""
+    wait_for(a.q.device, _filled(store))
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
@@ -279,7 +310,7 @@ def _retain(
         scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
-        scratch.part_acc, scratch.part_l, scratch.arrived,
+        scratch.part_acc, scratch.part_l, scratch.selected,
         scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
         a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, score, sortable, unsortable
+from .triton_parts import HIGHEST, LOG2E, sortable, unsortable
 
 HALF = tl.constexpr(8)
 FIELDS = tl.constexpr(4)
@@ -27,17 +27,10 @@ REACH = tl.constexpr(0.3)
 
 
 @triton.jit
-def guess_cuts(
-    q_tile, k_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
-    quantile, GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(cut [BM], deviation [BM]) for each row of a tile: -inf for those that skip nothing."""
-    n = start + tl.arange(0, BN)
-    ok = n < end
-    page = page_of(table_row, n, ok, PAGE)
-    k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
-    s, seen = score(q_tile, k, n, end, first_m, length_m, scale, cap, HAS_CAP, HAS_WINDOW, PRECISION)
+def guess_cuts(s, seen, quantile, GUESSES: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr):
+    """(cut [BM], deviation [BM]) for each row of a tile from a unit's first scores s [BM, BN], of which it sees `seen`:
+    -inf for rows that skip nothing.
+    """
     share = 1.0 / tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)  # [BM]
     mean = tl.sum(tl.where(seen, s, 0.0), 1) * share
     off = tl.where(seen, s - mean[:, None], 0.0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_guesses import HALF
-from .triton_parts import LOG2E, finite_or_zero, load_keys, page_of, product, score, soft_cap
+from .triton_guesses import HALF, guess_cuts, store_guesses
+from .triton_parts import LOG2E, finite_or_zero, load_keys, merge_pair, page_of, product, score, soft_cap
 
 STORE_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
@@ -88,21 +88,40 @@ def attend_kept(
 
 
 @triton.jit
-def attend_all(
-    q_tile, k_pool, v_pool, base, table_row, start, end, first_m, length_m, d, d_ok, pool_page, pool_token, scale, cap,
-    cut, scores, line_m, captured, bias, bias_m,
-    GUESSES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attention over keys start .. end - 1: (m [BM], l [BM], acc [BM, BD]).
+def store_part(
+    part_acc, part_m, part_l, at_m, own, slot, m, l, acc, d, BD: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Leave a partial result (m [BM], l [BM], acc [BM, BD]) for the merge."""
+    part = at_m * SLOTS + slot
+    tl.store(part_m + part, m, mask=own)
+    tl.store(part_l + part, l, mask=own)
+    tl.store(part_acc + part[:, None] * BD + d[None, :], acc, mask=own[:, None])
 
-    Where `captured`, scores of the rows with line_m [BM] >= 0 are kept there. `cut` as in `online_softmax`.
+
+@triton.jit
+def attend_span(
+    q_tile, k_pool, v_pool, base, table_row, start, end, keys, unit, first_m, length_m, at_m, own, d, d_ok, pool_page,
+    pool_token, scale, cap, quantile, scores, line_m, part_acc, part_m, part_l, guess_acc, guess_stats, row, head0,
+    width, captured, bias, bias_m,
+    GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys start .. end - 1, units of `keys` keys from number `unit` on, in one pipeline of loads.
+
+    Units are merged two by two; each pair but the last is left for the merge as it ends. Returns the number of the last
+    unit and the last pair, or unit where SPAN is 1: (unit, m [BM], l [BM], acc [BM, BD]). Where `captured`, scores of
+    the rows with line_m [BM] >= 0 are kept, and each unit's sums over the keys above guessed cuts.
     """
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
+    cut = tl.full([BM], float("-inf"), tl.float32)
+    deviation = cut
+    m_a, l_a, acc_a = m, l, acc  # the first of two units
     offset = tl.arange(0, BN)
+    unit_start = start
     # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
     page = page_of(table_row, start + offset, start + offset < end, PAGE)
     for n0 in tl.range(start, end, BN, num_stages=STAGES):
@@ -117,8 +136,35 @@ def attend_all(
         if CAPTURES:
             if captured:
                 store_scores(scores, line_m, n, s, seen & (line_m >= 0)[:, None], ASSEMBLY, BM, BN)
+        if GUESSES > 0:
+            if captured:
+                if n0 == unit_start:
+                    cut, deviation = guess_cuts(s, seen, quantile, GUESSES, COPIES, BM)
         m, l, acc = online_softmax(
             tl.where(seen, s, float("-inf")), m, l, acc, v, cut, GUESSES, BM, PRECISION
         )
         page = page_next
-    return m, l, acc
+        if SPAN > 1:
+            if (n0 + BN == unit_start + keys) & (n0 + BN < end):
+                if GUESSES > 0:
+                    if captured:
+                        store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                                      HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+                if unit % 2 == 0:
+                    m_a, l_a, acc_a = m, l, acc
+                else:
+                    m, l, acc = merge_pair(m_a, l_a, acc_a, m, l, acc)
+                    store_part(part_acc, part_m, part_l, at_m, own, unit // 2, m, l, acc, d, BD, SLOTS)
+                m = tl.full([BM], float("-inf"), tl.float32)
+                l = tl.zeros([BM], tl.float32)
+                acc = tl.zeros([BM, BD], tl.float32)
+                unit += 1
+                unit_start = n0 + BN
+    if GUESSES > 0:
+        if captured:
+            store_guesses(guess_acc, guess_stats, cut, deviation, m, l, acc, row, head0, unit, width, d,
+                          HEADS, GUESSES, COPIES, BM, BD, SLOTS)  # fmt: skip
+    if SPAN > 1:
+        if unit % 2 == 1:
+            m, l, acc = merge_pair(m_a, l_a, acc_a, m, l, acc)
+    return unit, m, l, acc

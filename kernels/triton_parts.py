@@ -98,16 +98,16 @@ def load_units(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
 
 @triton.jit
 def merge_units(
-    part_acc, part_m, part_l, at, units, d, PAIR: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr
+    part_acc, part_m, part_l, at, units, d, PAIRS: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr
 ):
     """One (row, head) from its partial results: (sum [BD], m, l).
 
-    Units are merged two by two, then the pairs in order. With PAIR the programs have merged the pairs themselves and
+    Units are merged two by two, then the pairs in order. With PAIRS the programs have merged the pairs themselves and
     left one result for each; both ways make the same bits.
     """
     pair = tl.arange(0, SLOTS // 2)
     slot = at * SLOTS + pair
-    if PAIR:
+    if PAIRS:
         m, l, acc = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
     else:
         slot += pair

@@ -16,8 +16,8 @@ class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
-    row at most `max_units` units. A program takes one unit, or two with `pair`; `stages` is the depth of its load
-    pipeline. None leaves either to the number of programs.
+    row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
+    leaves either to the number of programs.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
@@ -26,13 +26,13 @@ class Tiles:
     `register_scores` in all, short rows in a tensor of `small_scores`. Units are then listed in pieces of up to `piece`
     keys, `thread_keys` per thread, and values are summed in steps of `gather_block`.
 
-    `stages`, `pair`, `thread_scores`, `register_scores`, `small_scores`, `piece` and `thread_keys` change no bits;
+    `stages`, `span`, `thread_scores`, `register_scores`, `small_scores`, `piece` and `thread_keys` change no bits;
     everything else does.
     """
 
     block: int = 64
     stages: int | None = None
-    pair: bool | None = None
+    span: int | None = None
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
@@ -45,11 +45,11 @@ class Tiles:
     small_scores: int = 2048
     thread_scores: int = 32
     piece: int = 2048
-    thread_keys: int = 8
-    gather_block: int = 16
+    thread_keys: int = 16
+    gather_block: int = 8
 
     def __post_init__(self) -> None:
-        free = ("stages", "kept_stages", "guesses", "pair")
+        free = ("stages", "kept_stages", "guesses", "span")
         for name, value in vars(self).items():
             if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")

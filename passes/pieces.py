@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +36,12 @@ class Code:
     module: fx.GraphModule
     row_inputs: tuple[int, ...]
     key: str
+
+    @cached_property
+    def row_outputs(self) -> tuple[int, ...]:
+        """Places of the outputs whose first dimension is rows."""
+        output = next(reversed(self.module.graph.nodes))
+        return tuple(at for at, node in enumerate(output.args[0]) if is_row_tensor(node))
 
 
 @dataclass(frozen=True)

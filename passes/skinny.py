@@ -9,7 +9,8 @@
 
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
-What cannot be replaced is left as it is, and `Rewritten.left_alone` says why.
+What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
+per row that do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
 from .graph import is_call
+from .pieces import Cutter, OpCall
+from .program import Program
 
 aten, ours = torch.ops.aten, torch.ops.sparse_compile
 NAME = "skinny"
@@ -41,7 +44,7 @@ class Rewritten:
     left_alone: tuple[tuple[str, str], ...]
 
 
-def use_skinny(module: fx.GraphModule) -> Rewritten:
+def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
     """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta["val"]`."""
     graph = copy.deepcopy(module.graph)
     counts: Counter[str] = Counter()
@@ -53,10 +56,27 @@ def use_skinny(module: fx.GraphModule) -> Rewritten:
         if reason:
             left_alone.append((str(node.args[1]), reason))
         else:
-            counts[_replace(graph, node)] += 1
+            counts[_replace(graph, node, fixed)] += 1
     graph.eliminate_dead_code()
     graph.lint()
     return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone))
+
+
+def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
+    """(how many linear layers of the dense program can run with the ops, those that cannot and why)."""
+    cutter = Cutter()
+    rewritten: dict[str, Rewritten] = {}
+    stages = {id(stage.module): stage for stage in program.variants["dense"].stages}
+    replaced, left_alone = 0, list[tuple[str, str]]()
+    for stage in stages.values():
+        for call in cutter.cut(stage).calls:
+            if isinstance(call, OpCall):
+                continue
+            if call.code.key not in rewritten:
+                rewritten[call.code.key] = use_skinny(call.code.module)
+            replaced += sum(rewritten[call.code.key].counts.values())
+            left_alone += rewritten[call.code.key].left_alone
+    return replaced, tuple(left_alone)
 
 
 def why_not(node: fx.Node) -> str:
@@ -90,7 +110,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     return x, weight, bias
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> str:
+def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
     """Puts the op in that covers most of what follows the linear layer; returns its name."""
     x, weight, bias = _operands(node)
     product, added = _gated_maybe(node), _added_maybe(node)
@@ -102,7 +122,8 @@ def _replace(graph: fx.Graph, node: fx.Node) -> str:
     else:
         op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)
     with graph.inserting_before(last):
-        made = graph.call_function(op, arguments if bias is not None else arguments[:-1])
+        given = arguments if bias is not None else arguments[:-1]
+        made = graph.call_function(op, given, {"fixed": True} if fixed else {})
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
     graph.erase_node(last)

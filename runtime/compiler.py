@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,15 +18,17 @@ Run = Callable[..., tuple[torch.Tensor, ...]]
 # constant. Every other count shares one graph with symbolic rows; where products of a few rows are used, one up to
 # MAX_ROWS, with those products, and one beyond, without.
 STATIC_ROWS = frozenset({1})
-_SYMBOLIC, _MANY = 0, -1
+SYMBOLIC, MANY = 0, -1
 
 
 class PieceCompiler:
     """Runs pieces, compiled on first use. With `enabled=False` they run as they are, operation by operation.
 
-    skinny: whether a few rows run with the products of `passes/skinny.py`. Off: they have not been measured yet.
+    skinny: whether a few rows run with the products of `passes/skinny.py`.
     `rewritten` says, by the key of a code, what that changed and what it left alone.
     """
+
+    few_rows = MAX_ROWS  # beyond them a graph may run with other products
 
     def __init__(
         self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool = False
@@ -45,7 +48,10 @@ class PieceCompiler:
         """What row counts have in common that share a graph."""
         if rows in self.static_rows:
             return rows
-        return _MANY if self.skinny and rows > MAX_ROWS else _SYMBOLIC
+        return MANY if self.skinny and rows > MAX_ROWS else SYMBOLIC
+
+    def prepare(self, codes: Iterable[Code]) -> None:
+        """Raises ValueError for codes that cannot run as this compiler promises; this one promises nothing."""
 
     def one_of_each_kind(self, rows: Iterable[int]) -> list[int]:
         """The smallest of these row counts of each kind."""
@@ -57,16 +63,21 @@ class PieceCompiler:
     def __call__(self, code: Code, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if not self.enabled:
             return code.module(*arguments)
-        rows = arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
+        rows = self.rows(code, arguments)
         kind = self.kind(rows)
-        if kind == _MANY and not self._few_rows(code).counts:
-            kind = _SYMBOLIC  # nothing in it differs
+        if kind == MANY and not self._few_rows(code).counts:
+            kind = SYMBOLIC  # nothing in it differs
         run = self._runs.get((code.key, kind))
         if run is None:
             few = rows <= MAX_ROWS and self.skinny
             module = self._few_rows(code).module if few else code.module
             run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
         return run(*arguments)
+
+    @staticmethod
+    def rows(code: Code, arguments: Sequence[torch.Tensor]) -> int:
+        """How many rows a call has; 1 for a code that reads none."""
+        return arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:
@@ -80,4 +91,16 @@ class PieceCompiler:
         if dynamic:
             for at in code.row_inputs:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
-        return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False)
+        options = early_start(arguments[0].device) if arguments else {}
+        return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)
+
+
+def early_start(device: torch.device) -> dict[str, Any]:
+    """Options that let Inductor's kernels start before those ahead of them have finished, where GPU and Inductor can:
+    they ask for what does not depend on the others, then wait.
+    """
+    from torch._inductor import config
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {}
+    return {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}

@@ -278,7 +278,8 @@ class Engine:
             self._ledger.steps += 1
             batch = Batch(deque())
             self._inflight.append(batch)
-            self._runner.run(prompts, batch)
+            for some in [[work] for work in prompts] if self.options.deterministic else [prompts]:
+                self._runner.run(some, batch)
             self._runner.run(rows, batch)
             behind = 1 if self.options.async_steps else 0
         while len(self._inflight) > behind:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch
 
+from ..kernels.beside import beside
 from ..kernels.prefill import Heads, Prompts, prefill_attention
 from ..kernels.retention import Retention
-from ..kernels.skinny import MAX_ROWS
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -28,10 +28,22 @@ from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 
 Environment = dict[str, torch.Tensor]
+Given = ParamSpec("Given")
 RunOp = Callable[[CutStage, OpCall, tuple[Any, ...]], torch.Tensor]
 
 _MODES = {"dense": DENSE, "capture": CAPTURE, "consume": CONSUME}
 _ONE_ROW_EACH = {"query_rows": 1}  # no two rows of a decode step belong to one sequence
+
+
+def _selections_beside(run: Callable[Given, torch.Tensor]) -> Callable[Given, torch.Tensor]:
+    """A run of an executor, in which what captures select is worked out beside the layers that follow."""
+
+    @wraps(run)
+    def around(*args: Given.args, **kwargs: Given.kwargs) -> torch.Tensor:
+        with beside(args[0].device):  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
+
+    return around
 
 
 class Executor:
@@ -58,6 +70,7 @@ class Executor:
             name: tuple(cutter.cut(stage) for stage in variant.stages)
             for name, variant in program.variants.items()
         }
+        self.compiler.prepare(cutter.codes.values())
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
@@ -92,6 +105,7 @@ class Executor:
         return self._through("dense", plan, op)
 
     @torch.no_grad()
+    @_selections_beside
     def draft(self, plan: RowPlan) -> torch.Tensor:
         """What the model's own head makes of rows after their first `plan.loops` bodies: logits of `plan.logit_rows`.
 
@@ -106,6 +120,7 @@ class Executor:
         return self._tail(tail, environment, plan, _call_one_row_each)
 
     @torch.no_grad()
+    @_selections_beside
     def verify(self, plan: RowPlan) -> torch.Tensor:
         """Takes rows that `draft` left through the last `plan.loops` bodies; the logits of `plan.logit_rows`.
 
@@ -132,6 +147,7 @@ class Executor:
         return self._tail([prologue, *bodies[: plan.loops], *tail], self._environment(plan), plan, op)
 
     @torch.no_grad()
+    @_selections_beside
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 
@@ -142,6 +158,7 @@ class Executor:
         return self._some_loops(plan, captures, pipeline=True)
 
     @torch.no_grad()
+    @_selections_beside
     def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """The logits of a step of one row per sequence; of those rows that have been through the whole model.
 
@@ -163,7 +180,7 @@ class Executor:
         of `loops` bodies with every choice of those that may capture.
         """
         counts = self.compiler.one_of_each_kind({1, *rows})
-        prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
+        prompts = self.compiler.one_of_each_kind((1, 2, self.compiler.few_rows + 1))
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
         plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
         if drafting is not None:

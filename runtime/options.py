@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.accounting import SiteLike
 
+FIXED_ROWS = 256  # decode rows of one run whose bits can be kept from depending on each other
+
 
 @dataclass(frozen=True)
 class Drafting:
@@ -52,6 +54,7 @@ class EngineOptions:
     prefix_caching: bool = False  # keep full pages of prompts for later prompts that begin in the same way
     vocabulary: int | None = None  # ids of prompts are below it; None: not checked
     prefix_lm: bool = True  # the model's prompts may begin with tokens that see each other in both directions
+    deterministic: bool = False  # prompts are computed one by one, in chunks that no other request changes
     debug: bool = False  # validate every plan, which reads the device
 
     def __post_init__(self) -> None:
@@ -60,6 +63,20 @@ class EngineOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.drafting is not None:
             self._check_drafting()
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        if self.max_seqs * self.block_rows > FIXED_ROWS:
+            raise ValueError(
+                f"max_seqs={self.max_seqs} with {self.block_rows} rows of each request is more than the {FIXED_ROWS} "
+                f"rows of a step that deterministic=True serves; pass max_seqs={FIXED_ROWS // self.block_rows} or less"
+            )
+        if self.prefix_caching:
+            raise ValueError(
+                "prefix_caching=True cannot be combined with deterministic=True: what is computed of a prompt would "
+                "depend on the prompts before it; pass prefix_caching=False"
+            )
 
     def _check_drafting(self) -> None:
         for name, off in (("async_steps", False), ("loops_per_step", None)):

@@ -155,12 +155,17 @@ class Scheduler:
         return works
 
     def _chunk(self, request: Request, left: int) -> int:
+        """Rows of a prompt in this step, of which all prompts together have `left`."""
         rows, prefix = self.options.prefill_chunk, request.params.prefix_length
         if not request.computed and prefix:
             if prefix > left:
                 return 0  # it goes in one piece; the first in order has the whole budget
             rows = max(rows, prefix)
-        return min(left, rows, request.prompt_length - request.computed)
+        rows = min(rows, request.prompt_length - request.computed)
+        if self.options.deterministic:  # the whole of its own chunk, or nothing yet
+            rows = min(rows, self.options.max_prefill_tokens)
+            return rows if rows <= left else 0
+        return min(left, rows)
 
     def segment(self, work: Work) -> Segment:
         """The rows of `work`; a sparse one that begins takes a new incarnation of the request's lease."""

@@ -11,6 +11,7 @@ import torch
 
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
+from sparse_compile.determinism import check_deterministic, check_rows, make_compiler, settle_deterministic
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import refuse_autocast
 from sparse_compile.kernels.dispatch import resolve, triton_obstacle
@@ -22,10 +23,9 @@ from sparse_compile.passes.probe import vocabulary_size
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
 from sparse_compile.runtime.budget import PoolSizes
-from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
-from sparse_compile.runtime.graphs import GraphExecutor
+from sparse_compile.runtime.graphs import ROW_BUCKETS, GraphExecutor
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.memory import check_fits
 from sparse_compile.runtime.options import EngineOptions
@@ -49,7 +49,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
             (off-switch: validate=False).
     """
     check_model(model)
-    asked, config = config, config.for_device(model.device.type)
+    asked, config = config, settle_deterministic(config.for_device(model.device.type), model)
     refuse_autocast(model.device)
     check_context(model, config)
     check_graphs(config, model)
@@ -62,6 +62,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.enabled:
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
+    check_deterministic(config, program, model)
     check_loops(config, program)
     check_speculation(config.speculation, program, config.loops_per_step, config.async_steps)
     config = settle_graphs(asked.cuda_graphs, config, program, model)
@@ -149,7 +150,7 @@ class EngineFactory:
     def __init__(self, model: PreTrainedModel, config: SparseConfig, program: Program) -> None:
         config = config.for_device(model.device.type)
         self.model, self.config, self.program = model, config, program
-        self.compiler = PieceCompiler(bool(config.inductor))
+        self.compiler = make_compiler(config, model.device.type)
 
     @property
     def bodies(self) -> int:
@@ -185,8 +186,9 @@ class EngineFactory:
 
         Raises ArgumentError when the program cannot draft as `speculation` says, ValueError when it does not fit.
         """
-        self.check_memory(rows, context, pool_tokens, speculation)
         asked = chosen(speculation, self.config.speculation)
+        check_rows(self.config, rows, asked, self.bodies)
+        self.check_memory(rows, context, pool_tokens, speculation)
         # Steps that are asynchronous by default become synchronous; those of a config that says so are refused before.
         check_speculation(asked, self.program, self.config.loops_per_step, None)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
@@ -209,6 +211,7 @@ class EngineFactory:
             drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,
+            deterministic=config.deterministic,
             vocabulary=vocabulary_size(self.model),
             prefix_lm=getattr(self.model.config, "prefix_lm", False) is True,
         )
@@ -222,5 +225,7 @@ class EngineFactory:
         store_spec = sizes.store_spec(context)
         store = ReferenceStore(store_spec, sizes.slots(rows), device) if store_spec is not None else None
         executor = Executor(self.program, pool, store, self.compiler)
-        runner = GraphExecutor(executor, spec.page_size) if self.config.cuda_graphs else executor
+        # A single row runs as two where bits must not depend on the number of rows.
+        buckets = ROW_BUCKETS[1:] if self.config.deterministic else ROW_BUCKETS
+        runner = GraphExecutor(executor, spec.page_size, buckets) if self.config.cuda_graphs else executor
         return Engine(runner, pool, store, self.options(rows, context, speculation))

@@ -29,6 +29,7 @@ _ON_CUDA: dict[str, Any] = {
     "dense_below": 1536,
     "prefill_chunk": 8192,
     "inductor": True,
+    "skinny_products": True,
     "cuda_graphs": True,
     "async_steps": True,
 }
@@ -36,6 +37,7 @@ _ELSEWHERE: dict[str, Any] = {
     "dense_below": 0,
     "prefill_chunk": 512,
     "inductor": False,
+    "skinny_products": False,
     "cuda_graphs": False,
     "async_steps": False,
 }
@@ -74,11 +76,17 @@ class SparseConfig:
         None = all of them. Needs a loop that is rolled. The tokens are the same.
     speculation: a `SpeculationConfig`: the model drafts tokens with its first loops and verifies several at once;
         None = not. The tokens are the same, those of sampling in distribution.
+    deterministic: what a request's tokens are does not depend on the requests beside it, and greedy tokens not on
+        `speculation` either, in half precision too: a decode row gets the same bits in every batch and in every way of
+        decoding. Prompts are computed one at a time. On CUDA it needs half precision, Inductor and the Triton kernels;
+        elsewhere rows run one by one.
     prefix_caching: keep the full pages of prompts, for later prompts that begin in the same way.
     roll: fold equal loops into one body (False runs the unrolled graph; the tokens are the same).
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are.
     inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
+    skinny_products: in half precision, run the linear layers of a few rows with kernels of ours that stream weights,
+        where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.
     cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
@@ -102,10 +110,12 @@ class SparseConfig:
     async_steps: bool | None = None
     loops_per_step: int | None = None
     speculation: SpeculationConfig | None = None
+    deterministic: bool = False
     prefix_caching: bool = False
     roll: bool = True
     merge_linears: bool | str = "auto"
     inductor: bool | None = None
+    skinny_products: bool | None = None
     cuda_graphs: bool | None = None
     validate: bool = True
     progress: bool | None = True
@@ -122,9 +132,12 @@ class SparseConfig:
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
         chosen(self.speculation, None)
-        for name in ("enabled", "validate", "roll", "prefix_caching"):
+        for name in ("enabled", "validate", "roll", "prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
+        if self.deterministic and self.prefix_caching:
+            limit = "cannot be combined with deterministic=True: what is computed of a prompt would depend on others"
+            raise ArgumentError("prefix_caching", True, limit, "pass prefix_caching=False")
         if not isinstance(self.merge_linears, bool) and self.merge_linears != "auto":
             raise ArgumentError(
                 "merge_linears",
@@ -132,7 +145,7 @@ class SparseConfig:
                 "must be True, False or 'auto'",
                 "pass merge_linears='auto'",
             )
-        for name in ("progress", "inductor", "cuda_graphs", "async_steps"):
+        for name in ("progress", "inductor", "skinny_products", "cuda_graphs", "async_steps"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ArgumentError(
                     name, getattr(self, name), "must be True, False or None", f"pass {name}=False"
@@ -209,9 +222,15 @@ class SparseConfig:
         choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
         if self.speculation is not None:
             choices = choices | {"async_steps": False}
-        return replace(
+        made = replace(
             self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
         )
+        if made.inductor or not made.skinny_products:
+            return made
+        if self.skinny_products:
+            limit = "needs inductor=True: the products are ops of graphs that it compiles"
+            raise ArgumentError("skinny_products", True, limit, "leave skinny_products out")
+        return replace(made, skinny_products=False)
 
     @classmethod
     def from_options(cls, **options: Any) -> SparseConfig:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.passes.skinny import survey
 from sparse_compile.passes.weights import named_tensors
 from sparse_compile.runtime.budget import PoolSizes
 
@@ -81,6 +82,8 @@ class Report:
     merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
         and did not, with the reason.
     retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
+    skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
+        that is off. not_skinny: those that cannot, with the reason.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
         when neither is there.
     memory: bytes that the present engine holds by name, empty before the first generate.
@@ -96,6 +99,8 @@ class Report:
     passes: tuple[tuple[str, float, dict[str, int]], ...]
     merged: tuple[tuple[str, ...], ...]
     left_alone: tuple[tuple[tuple[str, ...], str], ...]
+    skinny: int | None
+    not_skinny: tuple[tuple[str, str], ...]
     retention: dict[str, Any]
     dense_below: int
     implementation: str
@@ -128,6 +133,8 @@ class Report:
             "left_alone_linears": [
                 {"weights": list(weights), "reason": reason} for weights, reason in self.left_alone
             ],
+            "skinny_products": self.skinny,
+            "not_skinny": [{"weight": weight, "reason": reason} for weight, reason in self.not_skinny],
             "retention": self.retention,
             "dense_below": self.dense_below,
             "implementation": self.implementation,
@@ -147,6 +154,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
     """The report of a compiled model. contexts: numbers of visible tokens to state the expected reads for."""
     program, config = compiled.program, compiled.sparse_config
     item = compiled.dtype.itemsize
+    skinny, not_skinny = survey(program) if config.skinny_products else (None, ())
     return Report(
         model=type(compiled.model).__name__,
         loops=program.loops,
@@ -158,6 +166,8 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         passes=tuple((one.name, one.seconds, dict(one.counters)) for one in program.passes),
         merged=tuple(one.parts for one in program.merged),
         left_alone=tuple((one.weights, one.reason) for one in program.left_alone),
+        skinny=skinny,
+        not_skinny=not_skinny,
         retention={
             "key_retention": float(max(config.shares)),
             "fraction": config.retention_text,

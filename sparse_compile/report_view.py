@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -116,12 +117,26 @@ def _linears(report: Report) -> list[Text]:
     if report.merged:
         layers = sum(len(parts) for parts in report.merged)
         lines.append(Text(f"linear layers: merged {layers} into {len(report.merged)}"))
+    lines += _by_reason("linear layers left alone", report.left_alone)
+    if report.skinny is not None:
+        lines.append(
+            Text(f"products of a few rows: {report.skinny} linear layers have kernels that stream weights")
+        )
+        lines += _by_reason(
+            "products of a few rows left alone", [((one,), why) for one, why in report.not_skinny]
+        )
+    return lines
+
+
+def _by_reason(title: str, left: Iterable[tuple[tuple[str, ...], str]]) -> list[Text]:
+    """A line for each reason, with the first that it holds for."""
     by_reason: dict[str, list[tuple[str, ...]]] = {}
-    for weights, reason in report.left_alone:
+    for weights, reason in left:
         by_reason.setdefault(reason, []).append(weights)
+    lines = []
     for reason, groups in by_reason.items():
         more = f" and {len(groups) - 1} more" if len(groups) > 1 else ""
-        lines.append(Text(f"linear layers left alone: {', '.join(groups[0])}{more}: {reason}"))
+        lines.append(Text(f"{title}: {', '.join(groups[0])}{more}: {reason}"))
     return lines
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import breakdown, decode, serving
+from benchmarks import breakdown, decode, serving, speculation
 from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
 from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
 from sparse_compile.models import tiny_model
+from sparse_compile.models.branches import Branches
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,12 @@ def test_our_kernels_are_attention() -> None:
     ours = breakdown.our_kernels()
     assert ours
     assert all(breakdown.classify(name, ours) == "attention" for name in ours)
+    assert breakdown.classify("skinny_kernel", ours) == "products"
+
+
+def test_moments_count_once() -> None:
+    assert breakdown.covered([(4.0, 6.0), (0.0, 2.0), (1.0, 1.5), (1.0, 3.0)]) == 5.0
+    assert breakdown.covered([]) == 0.0
 
 
 def test_table_and_plot(tmp_path: Path) -> None:
@@ -181,6 +188,7 @@ def test_bad_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (decode.parse, ["--systems", "sparse,spare"]),
         (decode.parse, ["--extras", "hosts"]),
         (serving.parse, ["--systems", "vllm"]),
+        (speculation.parse, ["--modes", "ordinary,block:3"]),
     ):
         with pytest.raises(SystemExit):
             parse(arguments)
@@ -193,3 +201,114 @@ def test_points() -> None:
     assert str(decode.parse([]).systems["sparse"][0]) == "2x32768"
     systems = decode.parse(["--systems", "dense,sparse@1x5+2x6", "--points", "3x7"]).systems
     assert systems == {"dense": [Point(3, 7)], "sparse": [Point(1, 5), Point(2, 6)]}
+
+
+def test_speculation_measures_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "speculation.json"
+    speculation.main(["--tiny", "--scale", "0.001", "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert {"gpu", "torch", "triton", "commit", "command"} <= set(report)
+    assert report["left_out"] == []
+    found = [
+        (
+            row["batch"],
+            row["context"],
+            row["attention"],
+            row["mode"],
+            row["draft_loops"],
+            row["num_draft_tokens"],
+        )
+        for row in report["rows"]
+    ]
+    modes = [("ordinary", 0, 0), ("pipeline", 2, 0), ("pipeline", 1, 0), ("block", 2, 3)]
+    places = [(1, 32, "dense"), (2, 48, "sparse")]
+    assert found == [(*place, *mode) for place in places for mode in modes]
+    for row in report["rows"]:
+        assert row["tokens_per_s"] > 0
+        assert row["acceptance"] is None if row["mode"] == "ordinary" else 0.5 < row["acceptance"] <= 1
+        most = row["num_draft_tokens"] or 1
+        assert 0.5 * most < row["tokens_per_step"] <= most
+    ordinary, pipeline = report["rows"][:2]
+    assert ordinary["over_ordinary"] == 1
+    assert pipeline["over_ordinary"] == pytest.approx(
+        pipeline["tokens_per_s"] / ordinary["tokens_per_s"], abs=1e-3
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["gpu"] == report["gpu"]
+
+
+def test_a_scale_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = speculation.parse(["--tiny", "--least-acceptance", "0.9"])
+    setup = speculation.make_setup(options)
+    branches = Branches(setup.model)
+    monkeypatch.setattr(
+        speculation, "SCALES", (1.0, 0.0)
+    )  # without branches every loop leaves the state as it is
+    assert speculation.search(setup, branches, options.places[0], options) == 0
+    monkeypatch.setattr(speculation, "SCALES", (1.0,))
+    with pytest.raises(RuntimeError, match="pass a lower --least-acceptance"):
+        speculation.search(setup, branches, options.places[0], options)
+
+
+def test_a_window_with_captures_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = speculation.parse(["--tiny"])
+    windows = [speculation.Window(4, 1.0, 4, 0, 0, captured) for captured in (1, 2, 1, 0)]
+    taken = iter(windows)
+
+    class Fake:
+        tokens = (1, 2, 2, 3)
+
+        def window(self, steps: int) -> speculation.Window:
+            return next(taken)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(speculation, "Decoder", lambda *_: Fake())
+    row = speculation.measure(None, options.places[0], speculation.Mode("ordinary"), options)
+    assert (row["tokens_per_s"], row["distinct"]) == (4, 0.75)
+    assert list(taken) == []
+    monkeypatch.setattr(Fake, "window", lambda *_: windows[0])
+    with pytest.raises(RuntimeError, match="captured in each of"):
+        speculation.measure(None, options.places[0], speculation.Mode("ordinary"), options)
+
+
+def test_acceptance_of_a_window_by_hand() -> None:
+    window = speculation.Window(steps=10, seconds=1.0, tokens=16, drafted=20, accepted=6, captured=0)
+    assert window.acceptance(speculation.Mode("ordinary")) is None
+    assert window.acceptance(speculation.Mode("pipeline", 1)) == 6 / 16
+    assert window.acceptance(speculation.Mode("block", 1, 3)) == 6 / 20
+
+
+def test_points_beyond_the_budget_are_left_out() -> None:
+    report = speculation.main(["--tiny", "--scale", "0.001", "--budget", "0", "--modes", "ordinary"])
+    assert report["rows"] == []
+    assert [one["what"] for one in report["left_out"]] == ["1x32:dense ordinary", "2x48:sparse ordinary"]
+
+
+def test_attention_points_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("matplotlib")
+    from benchmarks import attention
+
+    assert attention.parse_point("8x4096:huginn:0.05:32") == attention.Point(8, 4096, 55, 55, 96, "0.05", 32)
+    assert len(attention.parse([]).points) == len(set(attention.parse([]).points)) == len(attention.POINTS)
+    with pytest.raises(SystemExit):
+        attention.parse(["--points", "8x4096:round"])
+    assert "the shape 'round' must be one of mha, dory, huginn" in capsys.readouterr().err
+    sizes = {"heads": 16, "kv_heads": 16, "head_dim": 128, "retention": 0.1, "loops": 4}
+    times = {
+        "dense_us": 100.0,
+        "dense_gbps": 4000.0,
+        "capture_us": 120.0,
+        "consume_us": 13.0,
+        "best_dense_us": 98.0,
+    }
+    rows = [
+        {"rows": count, "context": context, "loops_ratio": ratio, **sizes, **times}
+        for count in (1, 32)
+        for context, ratio in ((512, 1.1), (8192, 0.7))
+    ]
+    result = tmp_path / "attention.json"
+    result.write_text(json.dumps({"rows": rows}))
+    attention.main(["--plot-of", str(result)])
+    assert "32 x 8,192" in capsys.readouterr().out
+    assert result.with_suffix(".png").stat().st_size > 5000

@@ -43,7 +43,8 @@ of self-speculation:
     A32  test_speculation_sampling::test_a32_twenty_thousand_draws_have_the_distribution_of_plain_sampling
     A33  test_speculation::test_a33_a_processor_is_applied_at_each_draft_position
 
-Of what is asked for most: lm_eval is in test_lm_eval; not yet there is a deterministic mode with a self-test.
+Of what is asked for most: lm_eval is in test_lm_eval; a deterministic mode with a self-test in test_deterministic and
+test_selftest.
 """
 
 from __future__ import annotations

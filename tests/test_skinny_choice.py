@@ -10,22 +10,27 @@ import torch
 
 pytest.importorskip("triton")
 from sparse_compile.kernels import skinny, skinny_choice
-from sparse_compile.kernels.skinny_choice import BUCKETS, Choice, Shape
+from sparse_compile.kernels.skinny_choice import BUCKETS, Shape
 from sparse_compile.kernels.skinny_tuning import Tiles
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2048, 512, False, torch.bfloat16, CPU)
-CHOICE: Choice = {8: Tiles(lines=32, columns=256), 16: Tiles(), 32: None, 64: None}
+CHOICE: dict[int, Tiles | None] = {8: Tiles(lines=32, columns=256), 16: Tiles(), 32: None, 64: None}
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Shape]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Shape, int]]:
     """Every test has a folder of its own, and a machine that can measure; the list has what was measured."""
-    found: list[Shape] = []
+    found: list[tuple[Shape, int]] = []
+
+    def measure(shape: Shape, bucket: int) -> Tiles | None:
+        found.append((shape, bucket))
+        return CHOICE[bucket]
+
     monkeypatch.setenv("SPARSE_COMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(skinny_choice, "_choices", {})
     monkeypatch.setattr(skinny_choice, "_may_measure", lambda shape: True)
-    monkeypatch.setattr(skinny_choice, "measure", lambda shape: found.append(shape) or CHOICE)
+    monkeypatch.setattr(skinny_choice, "measure", measure)
     return found
 
 
@@ -34,16 +39,18 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_choice, "_choices", {})
 
 
-def test_a_shape_is_measured_once(measured: list[Shape], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert skinny_choice.choose(SHAPE) == skinny_choice.choose(SHAPE) == CHOICE
+def test_a_shape_is_measured_once(measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert skinny_choice.choose(SHAPE, 8) == skinny_choice.choose(SHAPE, 8) == CHOICE[8]
+    assert skinny_choice.choose(SHAPE, 32) is None
     forget(monkeypatch)
-    assert skinny_choice.choose(SHAPE) == CHOICE, "from the file"
-    assert measured == [SHAPE]
+    for bucket, want in CHOICE.items():
+        assert skinny_choice.choose(SHAPE, bucket) == want, "from the file where it was measured"
+    assert measured == [(SHAPE, 8), (SHAPE, 32), (SHAPE, 16), (SHAPE, 64)]
     other = Shape(2048, 512, True, torch.bfloat16, CPU)
-    skinny_choice.choose(other)
+    skinny_choice.choose(other, 8)
     forget(monkeypatch)
-    assert skinny_choice.choose(SHAPE) == CHOICE
-    assert measured == [SHAPE, other]
+    assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
+    assert measured[4:] == [(other, 8)]
 
 
 def test_rows_find_their_bucket() -> None:
@@ -54,44 +61,49 @@ def test_rows_find_their_bucket() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_measured_anew(
-    measured: list[Shape], monkeypatch: pytest.MonkeyPatch
+    measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = skinny_choice.cache_file()
     file.parent.mkdir(parents=True)
     file.write_text('{"format": 1, "entr')
     with pytest.warns(UserWarning, match=r"skinny\.json cannot be read .* measured and written anew"):
-        assert skinny_choice.choose(SHAPE) == CHOICE
+        assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
     forget(monkeypatch)
-    skinny_choice.choose(SHAPE)
-    assert measured == [SHAPE]
+    skinny_choice.choose(SHAPE, 8)
+    assert measured == [(SHAPE, 8)]
 
 
 def test_another_format_and_a_folder_that_cannot_be_written(
-    measured: list[Shape], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    skinny_choice.choose(SHAPE)
+    skinny_choice.choose(SHAPE, 8)
     file = skinny_choice.cache_file()
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "format": 0}))
     forget(monkeypatch)
-    skinny_choice.choose(SHAPE)
-    assert measured == [SHAPE, SHAPE]
+    skinny_choice.choose(SHAPE, 8)
+    assert measured == [(SHAPE, 8)] * 2
     (tmp_path / "flat").write_text("")
     monkeypatch.setenv("SPARSE_COMPILE_CACHE", str(tmp_path / "flat" / "below"))
     forget(monkeypatch)
     with pytest.warns(UserWarning, match="cannot be"):
-        assert skinny_choice.choose(SHAPE) == CHOICE
+        assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
 
 
 def test_no_memory_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_choice, "measure", lambda shape: None)
-    assert skinny_choice.choose(SHAPE) == skinny_choice.default_choice(SHAPE)
+    def measure(shape: Shape, bucket: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(skinny_choice, "measure", measure)
+    assert skinny_choice.choose(SHAPE, 8) == skinny_choice.default_choice(SHAPE, 8)
     assert not skinny_choice.cache_file().exists()
 
 
-def test_where_nothing_may_be_measured(measured: list[Shape], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_may_be_measured(
+    measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(skinny_choice, "_may_measure", lambda shape: False)
-    assert skinny_choice.choose(SHAPE) == skinny_choice.default_choice(SHAPE)
+    assert skinny_choice.choose(SHAPE, 8) == skinny_choice.default_choice(SHAPE, 8)
     assert measured == []
 
 

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_cases import DEVICES, SITE, Case, Shape, arguments, bits, build, call, live_rows, next_loop
 from kernel_oracle import naive_consume, naive_dense
 
 pytest.importorskip("triton")
 from sparse_compile.kernels import dispatch
+from sparse_compile.kernels.arguments import Attention
 from sparse_compile.kernels.triton_tuning import Tiles
 
 SMALL = Tiles(
@@ -246,3 +249,29 @@ def test_auto_is_batched_on_the_cpu_and_obstacles_are_named() -> None:
     assert "head_dim 512" in dispatch.triton_obstacle("cpu", torch.float32, 512)
     with pytest.raises(ValueError, match=r'cannot run here: .*use implementation="batched"'):
         call(build(Shape(((9, 1),), dtype=torch.float64)), "dense", "triton")
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@given(pages=st.integers(1, 4000), lines=st.integers(1, 4000), mode=st.integers(0, 1))
+def test_every_row_has_its_programs(processors: int, pages: int, lines: int, mode: int) -> None:
+    """Shorter rows may have more units than the longest that the table could hold."""
+    from triton import cdiv
+
+    from sparse_compile.kernels import triton_backend
+
+    table, pool = torch.zeros(2, pages, dtype=torch.int32), torch.zeros(1, 1, 1, 16, 8)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    a = Attention(pool[0], pool, pool, table, *[nothing] * 4, plane=0, plane_stride=0, scale=1.0)
+    for tiles in (SMALL, Tiles()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_backend, "_multiprocessors", lambda device: processors)
+            programs, span, _ = triton_backend._grid(tiles, a, mode, lines, None)
+        keys = pages * 16
+        for length in {
+            1,
+            keys,
+            *range(max(1, keys - 200), keys),
+            *(1 + keys * i // 17 for i in range(1, 17)),
+        }:
+            unit = max(tiles.min_unit, cdiv(cdiv(length, tiles.max_units), tiles.block) * tiles.block)
+            assert cdiv(length, unit) <= programs * span

@@ -146,24 +146,122 @@ def test_what_a_row_leaves_depends_on_the_row_alone(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_unit_or_two_per_program_make_the_same_bits(
+def test_any_number_of_units_per_program_makes_the_same_bits(
     dtype: torch.dtype, heads: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparse_compile.kernels import triton_backend
 
     case = build(Shape(((16, 1), (70, 1), (130, 1)), heads=heads, dtype=dtype, device=device))
     results = []
-    for pair in (False, True):
-        made = replace(TILES, pair=pair)
+    for span in (1, 2, 3, 16):
+        made = replace(TILES, span=span)
         monkeypatch.setattr(triton_backend, "tiles_for", lambda attention, made=made: made)
         mine = case.copy()
         results.append((call(mine, "capture", "triton"), mine.store["mass"], mine.store["c_ref"]))
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+    for parts in zip(*results, strict=True):
+        for part in parts[1:]:
+            assert torch.equal(parts[0].nan_to_num(7.0), part.nan_to_num(7.0))
     assert torch.equal(call(case.copy(), "dense", "triton"), results[0][0])
     wanted = call(case.copy(), "dense", "batched")
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(results[0][0], wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphed", [False, True])
+def test_selections_beside_what_follows_change_no_bits(graphed: bool) -> None:
+    """Captures in a row, a dense call that could reuse their scratch, then what consumes them, in one block."""
+    from sparse_compile.kernels.beside import beside
+
+    shapes = [
+        Shape(((length, 1), (3000, 1)), heads=(4, 4), dtype=torch.bfloat16, device="cuda")
+        for length in (40, 700)
+    ]
+    plain, mine = ([build(shape) for shape in shapes] for _ in range(2))
+    wanted = [call(case, "capture", "triton") for case in plain]
+    wanted += [call(case, "consume", "triton") for case in plain]
+
+    def run() -> list[torch.Tensor]:
+        with beside(torch.device("cuda")):
+            captured = [call(case, "capture", "triton") for case in mine]
+            for case in mine:
+                call(case, "dense", "triton")
+            return captured + [call(case, "consume", "triton") for case in mine]
+
+    found = run()
+    if graphed:
+        for case in mine:
+            for name in ("index", "count", "mass", "o_ref", "c_ref"):
+                case.store[name].zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        graph.replay()
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain, mine, strict=True):
+        slots = one.store["row_slot"].long()
+        for name in ("count", "mass", "o_ref", "c_ref"):
+            assert torch.equal(one.store[name][slots, SITE], other.store[name][slots, SITE]), name
+
+
+def test_without_a_second_stream_selections_run_at_once() -> None:
+    from sparse_compile.kernels.beside import beside, make_room, run_beside, wait_for
+
+    done: list[int] = []
+    with beside(torch.device("cpu")):
+        run_beside(torch.device("cpu"), lambda: done.append(1), 0, None, 1)
+        assert done == [1]
+        make_room(torch.device("cpu"), 1 << 40)
+        wait_for(torch.device("cpu"), 0)
+
+
+def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for what, on a device that only keeps a record."""
+    from contextlib import nullcontext
+
+    from sparse_compile.kernels import beside as module
+
+    device, waited = torch.device("cuda", 0), list[int]()
+
+    class Stream:
+        events = 0
+
+        def wait_stream(self, other: object) -> None: ...
+
+        def record_event(self) -> int:
+            self.events += 1
+            return self.events
+
+        def wait_event(self, event: int) -> None:
+            waited.append(event)
+
+    monkeypatch.setattr(module, "_sides", {device: module._Side(Stream())})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with module.beside(device):
+        for site in range(4):
+            module.run_beside(device, lambda: None, site, None, module.HELD_BYTES // 4)
+        module.make_room(device, 0)
+        assert waited == []
+        module.wait_for(device, 1)
+        assert waited == [2]
+        module.wait_for(device, 0)  # done with the one behind it
+        assert waited == [2]
+        module.make_room(device, module.HELD_BYTES * 3 // 4)
+        assert waited == [2, 3]
+    assert waited == [2, 3, 4]
+    module.run_beside(device, lambda: waited.append(0), 0, None, 1)  # no block is open: at once
+    assert waited[-1] == 0
+
+    def failing() -> None:
+        with module.beside(device):
+            module.run_beside(device, lambda: None, 0, None, 1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert waited[-1] == 5, "an exception leaves nothing behind"
 
 
 def with_scores(

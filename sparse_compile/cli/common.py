@@ -66,6 +66,12 @@ AsyncSteps = Annotated[
         help="Submit a step before the tokens of the last one are read; by default on CUDA.",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", help="Tokens that depend on nothing beside the request, in half precision too."
+    ),
+]
 LoopsPerStep = Annotated[
     int | None,
     typer.Option("--loops-per-step", help="Loops of a token in one step; by default all of them."),

@@ -42,6 +42,7 @@ def generate(
     implementation: common.Implementation = "auto",
     async_steps: common.AsyncSteps = None,
     loops_per_step: common.LoopsPerStep = None,
+    deterministic: common.Deterministic = False,
     speculate: Annotated[
         str | None, typer.Option("--speculate", help="Let the model draft for itself: block | pipeline.")
     ] = None,
@@ -63,7 +64,11 @@ def generate(
     options = common.compile_options(
         kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
-    options |= {"async_steps": async_steps, "loops_per_step": loops_per_step}
+    options |= {
+        "async_steps": async_steps,
+        "loops_per_step": loops_per_step,
+        "deterministic": deterministic,
+    }
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     settings = {name: value for name, value in sampling.items() if value is not None}
     settings |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}

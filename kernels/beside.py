@@ -1,0 +1,105 @@
+"""A second stream, on which a capture's selection runs beside the layers that follow.
+
+What a capture selects is not read before the same site consumes, a loop later, while the selection itself is a few
+small kernels that leave most of the GPU idle. Inside `beside` they are launched on a stream of their own, one after the
+other. A consume waits for what its own site selected, and the block's end for everything. Bits do not change. A CUDA
+graph that captures the whole block has the selections as a branch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+HELD_BYTES = 1 << 28
+"""Scratch that work which may still run beside can hold. More of it, and what comes next waits for the oldest."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Work on the second stream: what it fills, when it is done, whose memory it uses, and how much that is."""
+
+    fills: Hashable
+    done: torch.cuda.Event
+    holding: object
+    size: int
+
+
+@dataclass
+class _Side:
+    """The second stream of one device, and the work on it that nothing has waited for, the oldest first."""
+
+    stream: torch.cuda.Stream
+    blocks: int = 0  # how many `beside` blocks are open
+    works: deque[_Work] = field(default_factory=deque)
+
+
+_sides: dict[torch.device, _Side] = {}
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Selections of captures on this device may run beside what follows them, until the block ends."""
+    if device.type != "cuda":
+        yield
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if device not in _sides:
+        _sides[device] = _Side(torch.cuda.Stream(device))
+    side = _sides[device]
+    side.blocks += 1
+    try:
+        yield
+    finally:
+        side.blocks -= 1
+        _wait(side, device, len(side.works))
+
+
+def run_beside(
+    device: torch.device, work: Callable[[], None], fills: Hashable, holding: object, size: int
+) -> None:
+    """Launch `work` on tensors of `device`, inside a `beside` block on the second stream.
+
+    fills: what readers name in `wait_for`. holding owns the `size` bytes of scratch that the work uses.
+    """
+    side = _sides.get(device)
+    if side is None or not side.blocks:
+        work()
+        return
+    side.stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side.stream):
+        work()
+        side.works.append(_Work(fills, side.stream.record_event(), holding, size))
+
+
+def make_room(device: torch.device, size: int) -> None:
+    """Let the current stream wait for the oldest work, until what runs beside leaves room for `size` more bytes."""
+    side = _sides.get(device)
+    if side is None or not side.works:
+        return
+    held, count = sum(work.size for work in side.works) + size, 0
+    while held > HELD_BYTES and count < len(side.works):
+        held -= side.works[count].size
+        count += 1
+    _wait(side, device, count)
+
+
+def wait_for(device: torch.device, fills: Hashable) -> None:
+    """Let the current stream wait for the work that fills this, and so for all before it."""
+    side = _sides.get(device)
+    if side is None:
+        return
+    found = [at for at, work in enumerate(side.works) if work.fills == fills]
+    _wait(side, device, found[-1] + 1 if found else 0)
+
+
+def _wait(side: _Side, device: torch.device, count: int) -> None:
+    """Wait for the oldest `count` works; the memory held for them is free to be used again."""
+    if count:
+        torch.cuda.current_stream(device).wait_event(side.works[count - 1].done)
+        for _ in range(count):
+            side.works.popleft()
