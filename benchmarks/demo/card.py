@@ -93,7 +93,7 @@ def export(run: Path, into: Path = PACKAGED, results: Path | None = None) -> str
         )
     model = load_ouro(run)
     model.save_pretrained(into)
-    tiny_tokenizer(model_max_length=model.config.max_position_embeddings).save_pretrained(into)
+    tiny_tokenizer().save_pretrained(into)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     (into / "README.md").write_text(card(state, log, sum(p.numel() for p in model.parameters())))
     if results is not None:

@@ -55,7 +55,7 @@ def demo(
         str | None, typer.Option("--model", help="A model as for the other commands (default: demo).")
     ] = None,
     retention: common.Retention = "0.25",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -83,10 +83,14 @@ def _default() -> str:
 
 
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
+    import torch
+
     from sparse_compile.config import SparseConfig
 
     SparseConfig.from_options(key_retention=retention)
     model = common.load(name, "float32", device)  # float32: identity of tokens is an exact claim
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # three short rows: sharing them out costs more than it saves
     tokenizer, inputs = _inputs(name, model)
     width = inputs["input_ids"].shape[1]
     settings = {**inputs, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
