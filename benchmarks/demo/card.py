@@ -18,8 +18,7 @@ LICENCES = {"stdlib": "PSF-2.0", "topics": "PSF-2.0", **PACKAGES}
 WHAT = {
     "stdlib": "modules of CPython's standard library",
     "topics": "topics of CPython's documentation (`pydoc_data`)",
-    "torch": "Python sources of torch",
-    "transformers": "Python sources of transformers",
+    **{package: f"Python sources of {package}" for package in PACKAGES},
 }
 
 CARD = """\
