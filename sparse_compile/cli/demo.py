@@ -26,7 +26,6 @@ TRAINED_PROMPTS = (
         ("qx", "ab", "zk", "mo", "te", "uv", "ya", "lp", "gi", "nd", "cw", "ro"), range(17, 99, 7), strict=True
     )) + "?zk=",
 )  # fmt: skip
-QUALITY = {"windows": 2, "window": 512, "prompt": 384, "generate_prompts": 0, "texts": 2, "rows": 256}
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,8 @@ def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
     text = held_out_text().decode()[:20_000]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     common.note("measuring on held-out text ...")
-    meter = Meter(ids, Settings(**QUALITY), tasks=False)
+    few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
+    meter = Meter(ids, few, tasks=False)
     known = meter.dense(dense)
     found = meter.measure(sparse, known)
     return {

@@ -241,7 +241,7 @@ def _sequence(name: str, length: int, body: Bytes, queries: Bytes, answer: slice
     batch = len(body)
     marks = np.zeros(queries.shape[1:], bool)
     marks[..., answer] = True
-    body, queries, marks = body.reshape(batch, -1), queries.reshape(batch, -1), marks.reshape(-1)
+    body, queries = body.reshape(batch, -1), queries.reshape(batch, -1)
     text = np.full((batch, length), ord("."), np.uint8)
     head = np.frombuffer(f"[{name}]".encode(), np.uint8)
     text[:, : len(head)] = head
@@ -249,5 +249,5 @@ def _sequence(name: str, length: int, body: Bytes, queries: Bytes, answer: slice
     text[:, end - body.shape[1] : end] = body
     text[:, end:] = queries
     marked = np.zeros((batch, length), bool)
-    marked[:, end:] = marks
+    marked[:, end:] = marks.reshape(-1)
     return TaskBatch(text, marked)
