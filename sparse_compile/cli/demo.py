@@ -22,9 +22,9 @@ PROMPTS = (
 TRAINED_PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def ',
     "The exception is raised when the ",
-    "[recall]" + "".join(f"{key}={value};" for key, value in zip(
+    "[recall]" + "".join(f"{key}{value};" for key, value in zip(
         ("qx", "ab", "zk", "mo", "te", "uv", "ya", "lp", "gi", "nd", "cw", "ro"), range(17, 99, 7), strict=True
-    )) + "?zk=",
+    )) + "?zk",
 )  # fmt: skip
 
 
