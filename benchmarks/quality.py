@@ -41,7 +41,8 @@ def main() -> int:
     result = run_quality(options.model, None, Settings(), Sweep(), options.dtype, options.device)
     name = options.model.replace("/", "-").replace(":", "-")
     out = options.out or RESULTS / f"quality-{name}.json"
-    return show_quality({**result, "subset": subset}, out, options.plots or FIGURES, as_json=False)
+    result |= {"command": " ".join(["python -m benchmarks.quality", *sys.argv[1:]]), "subset": subset}
+    return show_quality(result, out, options.plots or FIGURES, as_json=False)
 
 
 if __name__ == "__main__":

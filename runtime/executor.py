@@ -385,6 +385,7 @@ def _call(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
 def _call_keeping(retention: Retention) -> RunOp:
     """For programs that keep another share than they were made for."""
     kept = {"retention_num": retention.numerator, "retention_den": retention.denominator}
+    kept |= {"keep_first": retention.first, "keep_last": retention.last}
 
     def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
         captures = "retention_num" in call.kwargs

@@ -55,6 +55,8 @@ class SparseConfig:
         capture_loop.
     target_mass: for key_retention="auto": attention mass that the kept keys should have, 0 < mass <= 1; None = that
         for which the calibration was made.
+    keep_first, keep_last: so many of the first and of the last visible keys are kept whatever their scores. They count:
+        a row keeps as many keys as without them, unless they alone are more.
     capture_loop: loop (counted from 0) that selects the keys; earlier loops are dense. Its upper limit is the
         model's number of loops and is checked when a model is compiled.
     recapture_every: select anew every so many loops after the capture loop; None = select once.
@@ -85,6 +87,8 @@ class SparseConfig:
     key_retention: Number | Sequence[Number] = 0.1
     calibration: str | os.PathLike[str] | Calibration | None = None
     target_mass: float | None = None
+    keep_first: int = 0
+    keep_last: int = 0
     capture_loop: int = 1
     recapture_every: int | None = None
     key_bucket: int = 64
@@ -107,7 +111,8 @@ class SparseConfig:
     progress: bool | None = True
 
     def __post_init__(self) -> None:
-        self._check_int("capture_loop", 0)
+        for name in ("capture_loop", "keep_first", "keep_last"):
+            self._check_int(name, 0)
         self._check_retention()
         if self.dense_below is not None:
             self._check_int("dense_below", 0, "an integer >= 0, or None")
@@ -184,16 +189,20 @@ class SparseConfig:
     def retention_text(self) -> str:
         """What is kept, for people: "1/10", or "1/20 to 1/2, by layer"."""
         least, most = min(self.shares), max(self.shares)
-        return str(least) if isinstance(self.retention, Fraction) else f"{least} to {most}, by layer"
+        always = f", the first {self.keep_first} and the last {self.keep_last}"
+        text = str(least) if isinstance(self.retention, Fraction) else f"{least} to {most}, by layer"
+        return text + (always if self.keep_first or self.keep_last else "")
 
     def retention_for_passes(self) -> Retention | tuple[Retention, ...] | dict[str, Retention]:
         """What is kept, in the integers that the ops compute with."""
         from sparse_compile.kernels.retention import Retention
 
-        given = self.retention
+        given, always = self.retention, {"first": self.keep_first, "last": self.keep_last}
         if isinstance(given, dict):
-            return {layer: Retention.of(share) for layer, share in given.items()}
-        return tuple(map(Retention.of, given)) if isinstance(given, tuple) else Retention.of(given)
+            return {layer: Retention.of(share, **always) for layer, share in given.items()}
+        if isinstance(given, tuple):
+            return tuple(Retention.of(share, **always) for share in given)
+        return Retention.of(given, **always)
 
     def for_device(self, kind: str) -> SparseConfig:
         """The same with every None that stands for a choice by device decided, for a device type such as "cuda"."""
@@ -235,9 +244,11 @@ def _calibration(config: SparseConfig) -> Calibration:
     if not isinstance(given, str | os.PathLike | Calibration):
         raise ArgumentError("calibration", given, "must be the path of a file, or a Calibration", REMEDY)
     found = given if isinstance(given, Calibration) else Calibration.load(os.fspath(given))
-    if found.capture_loop != config.capture_loop:
-        limit = f"was measured with capture_loop={found.capture_loop}, and it is {config.capture_loop}"
-        raise ArgumentError("calibration", str(given), limit, f"pass capture_loop={found.capture_loop}")
+    for name in ("capture_loop", "keep_first", "keep_last"):
+        measured, asked = getattr(found, name), getattr(config, name)
+        if measured != asked:
+            limit = f"was measured with {name}={measured}, and it is {asked}"
+            raise ArgumentError("calibration", str(given), limit, f"pass {name}={measured}")
     mass = config.target_mass
     if mass is not None and (isinstance(mass, bool) or not isinstance(mass, Real) or not 0 < mass <= 1):
         limit = "must be a number greater than 0 and at most 1"

@@ -161,6 +161,8 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         retention={
             "key_retention": float(max(config.shares)),
             "fraction": config.retention_text,
+            "keep_first": config.keep_first,
+            "keep_last": config.keep_last,
             "by_layer": not isinstance(config.retention, Fraction),
             "capture_loop": config.capture_loop,
             "recapture_every": config.recapture_every,

@@ -35,6 +35,8 @@ def _title(report: Report) -> Text:
     kept = f"key_retention {report.retention['key_retention']:g}"
     if report.retention["by_layer"]:
         kept = f"key_retention {report.retention['fraction']}"
+    elif report.retention["keep_first"] or report.retention["keep_last"]:
+        kept += f", first {report.retention['keep_first']}, last {report.retention['keep_last']}"
     kept = kept if report.retention["enabled"] else "sparse off"
     return Text(f"{report.model}: {report.loops} loops, {kept}", style="bold")
 

@@ -28,11 +28,14 @@ class SparseOracle:
         retention: float | list[float],
         capture_loop: int = 1,
         recapture_every: int | None = None,
+        keep_first: int = 0,
+        keep_last: int = 0,
     ):
         self.model = model
         self.shares = [
             Fraction(str(one)) for one in (retention if isinstance(retention, list) else [retention])
         ]
+        self.keep_first, self.keep_last = keep_first, keep_last
         self.capture_loop, self.recapture_every = capture_loop, recapture_every
         self.names = {id(module): name for name, module in model.named_modules()}
         self.loops: dict[str, int] = {}
@@ -115,10 +118,11 @@ class SparseOracle:
         self, name: str, scores: torch.Tensor, p: torch.Tensor, value: torch.Tensor, out: torch.Tensor
     ) -> None:
         visible = scores.shape[-1]
-        count = min(visible, max(1, math.ceil(visible * self._share(name))))
+        always = {*range(min(visible, self.keep_first)), *range(max(0, visible - self.keep_last), visible)}
+        count = min(visible, max(1, len(always), math.ceil(visible * self._share(name))))
         kept, mass, reference = [], [], []
         for head in range(scores.shape[0]):
-            ranked = sorted(range(visible), key=lambda j: (-float(scores[head, j]), j))
+            ranked = sorted(range(visible), key=lambda j: (j not in always, -float(scores[head, j]), j))
             chosen = torch.tensor(sorted(ranked[:count]))
             kept.append(chosen)
             mass.append(p[head, chosen].sum())

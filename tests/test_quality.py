@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -24,8 +25,8 @@ from sparse_compile.quality.view import plot, render
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "quality-demo.json"
 SMALL = Settings(
-    windows=2, window=40, prompt=10, tasks=("recall", "count"), task_contexts=(96, 112), task_samples=3, question=8,
-    generate_prompts=2, generate_prompt=10, generate_tokens=6, texts=2, rows=64,
+    windows=2, window=40, prompt=10, tasks=("recall", "count"), task_contexts=(96,), task_samples=3, question=8,
+    generate_prompts=2, generate_prompt=10, generate_tokens=5, texts=2, rows=64,
 )  # fmt: skip
 TEXT = to_ids(held_out_text()[:400])
 
@@ -47,7 +48,7 @@ def test_full_retention_is_the_dense_model_and_less_is_not(result: dict[str, Any
     assert full_retention_is_dense(result)
     same = {name: value for name, value in full.items() if name not in ("retention", "capture_loop", "kept")}
     assert same == result["dense"]
-    assert (full["agreement"], full["generated_agreement"], full["generated_prefix"]) == (1, 1, 6)
+    assert (full["agreement"], full["generated_agreement"], full["generated_prefix"]) == (1, 1, 5)
     assert not sparse["exact"]
     assert sparse["agreement"] < 1
     assert not full_retention_is_dense({"rows": [{**sparse, "retention": 1.0}]})
@@ -61,7 +62,7 @@ def test_dense_figures_are_those_of_the_model_itself(result: dict[str, Any]) -> 
             model(ids).logits[:, 10:-1].flatten(0, 1), ids[:, 11:].flatten()
         )
     assert result["dense"]["perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-5)
-    own = model.generate(ids[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=6, do_sample=False)
+    own = model.generate(ids[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=5, do_sample=False)
     meter = Meter(TEXT, SMALL, tasks=False)
     assert (
         meter.dense(sparse_compile(model, enabled=False, **OPTIONS)).generated.tolist()
@@ -87,11 +88,11 @@ class _Answers:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
 
-    def run(self, ids: torch.Tensor, start: int, done: Any = None, dense_rows: int = 0) -> Any:
-        self.calls.append((start, dense_rows))
-        right = torch.ones(len(ids), ids.shape[1] - start - 1, dtype=torch.bool)
+    def run(self, ids: torch.Tensor, parts: Any, done: Any) -> Any:
+        self.calls = [(part.start, part.dense_rows) for part in parts]
+        right = torch.ones(len(ids), ids.shape[1], dtype=torch.bool)
         right[::2, -1] = False
-        return SimpleNamespace(right=right)
+        return [SimpleNamespace(right=right[:, part.start + 1 :]) for part in parts]
 
 
 def test_an_answer_counts_when_all_of_it_is_right() -> None:
@@ -102,10 +103,8 @@ def test_an_answer_counts_when_all_of_it_is_right() -> None:
     meter._add_task(found, runner, meter.asked[0])  # type: ignore[arg-type]
     assert found.tasks == found.tasks_prompt_dense == {"recall": {96: 0.5}}
     prompt = meter.asked[0].prompts.shape[1]
-    assert runner.calls == [
-        (prompt - 8, 0),
-        (prompt - 1, 1),
-    ]  # the question decoded; the last row of a dense prompt
+    # the last row of a dense prompt; the question decoded
+    assert runner.calls == [(prompt - 1, 1), (prompt - 8, 0)]
     assert found.to_dict()["recall_longest"] == found.task_mean == 0.5
     assert found.to_dict()["recall_2k"] is None
 
@@ -127,9 +126,9 @@ def test_settings_are_checked() -> None:
 def test_tables_and_plots(result: dict[str, Any], tmp_path: Path) -> None:
     from rich.console import Console
 
-    console = Console(width=200, record=True, quiet=True)
-    console.print(render(result))
-    text = console.export_text()
+    written = io.StringIO()
+    Console(width=200, file=written).print(render(result))
+    text = written.getvalue()
     assert all(word in text for word in ("perplexity", "recall 96", "draft of 3", "dense"))
     pytest.importorskip("matplotlib")
     paths = plot(result, tmp_path / "plots")

@@ -24,7 +24,7 @@ from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.schedule import give_retention
 from sparse_compile.quality.calibrate import calibrate
-from sparse_compile.quality.forced import TeacherForcing
+from sparse_compile.quality.forced import Part, TeacherForcing
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 PROMPT = [3, 9, 4, 12, 7, 30, 31, 5, 44, 2, 17]
@@ -91,6 +91,11 @@ def test_a_sequence_is_kept_as_a_tuple_of_decimals() -> None:
             {"key_retention": "auto", "calibration": calibration("0.1", "0.3"), "capture_loop": 2},
             "measured with capture_loop=1, and it is 2; pass capture_loop=1",
         ),
+        (
+            {"key_retention": "auto", "calibration": calibration("0.1", "0.3", keep_last=2)},
+            "measured with keep_last=2, and it is 0; pass keep_last=2",
+        ),
+        ({"keep_first": -1}, "keep_first=-1: must be an integer >= 0"),
         (
             {"key_retention": "auto", "calibration": calibration("0.1", "0.3"), "target_mass": 1.5},
             "target_mass=1.5: must be a number greater than 0",
@@ -160,6 +165,23 @@ def test_each_layer_keeps_its_own_share(shares: tuple[float, ...]) -> None:
     assert kinds == [dense if share == 1 else sparse for share in shares]
 
 
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_the_first_and_last_keys_are_kept(name: str) -> None:
+    model = ouro() if name == "ouro" else tiny_model(name, dtype=torch.float64)
+    options = {"keep_first": 2, "keep_last": 3}
+    made = sparse_compile(model, key_retention=0.3, page_size=4, validate=False, progress=False, **options)
+    expected = SparseOracle(model, 0.3, **options).generate(PROMPT, 10)
+    assert tokens_of(made) == expected
+    if name == "ouro":
+        assert expected != tokens_of(compiled(0.3))
+    report = made.report().to_dict()["retention"]
+    assert (report["keep_first"], report["keep_last"], report["fraction"]) == (
+        2,
+        3,
+        "3/10, the first 2 and the last 3",
+    )
+
+
 def test_a_calibration_is_the_sequence_of_its_shares() -> None:
     auto = compiled("auto", calibration=calibration("0.1", "0.6"))
     assert tokens_of(auto) == tokens_of(compiled((0.1, 0.6)))
@@ -222,6 +244,9 @@ def test_the_backend_keeps_the_same_by_layer() -> None:
     assert "retention_num = 3" in text
     with pytest.raises(OptionError, match="one number for each of the 2 attention layers"):
         inspect_model(ouro(), {"key_retention": [0.1, 0.2, 0.3]})
+    assert "keep_first = 2, keep_last = 3" in inspect_model(
+        ouro(), {"keep_first": 2, "keep_last": 3}
+    ).graph_text("after")
 
 
 # ---------------------------------------------------------------------- calibration of a model
@@ -234,10 +259,11 @@ def test_a_curve_is_what_runs_at_each_retention_have() -> None:
     found = calibrate(
         ouro(), text, 0.75, windows=2, window=40, prompt=10, grid=grid, progress=lambda *now: seen.append(now)
     )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert seen == [(2, 6), (4, 6), (6, 6)]
     assert [one.layer for one in found.layers] == list(LAYERS)
     runner = TeacherForcing(compiled(0.3), 40)
-    mass = runner.run(torch.stack((text[:40], text[45:85])), 10).mass
+    (forced,) = runner.run(torch.stack((text[:40], text[45:85])), [Part(10)])
+    mass = forced.mass
     runner.close()
     assert mass is not None
     for place, layer in enumerate(found.layers):

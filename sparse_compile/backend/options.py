@@ -15,7 +15,8 @@ from sparse_compile.passes.base import Options
 
 ON_UNMATCHED = ("error", "warn", "ignore")
 _SHARED = (
-    "key_retention", "calibration", "target_mass", "capture_loop", "recapture_every", "implementation", "enabled",
+    "key_retention", "calibration", "target_mass", "keep_first", "keep_last", "capture_loop", "recapture_every",
+    "implementation", "enabled",
 )  # fmt: skip
 
 
@@ -23,8 +24,8 @@ _SHARED = (
 class BackendOptions:
     """Options of the backend. Frozen; a bad value is an `ArgumentError` (a ValueError).
 
-    key_retention, calibration, target_mass, capture_loop, recapture_every, implementation, enabled: as in
-        `SparseConfig`. Retention by layer needs all attention layers in one graph, so a model without graph breaks.
+    key_retention, calibration, target_mass, keep_first, keep_last, capture_loop, recapture_every, implementation,
+        enabled: as in `SparseConfig`. Retention by layer needs all attention layers in one graph, so no graph breaks.
     on_unmatched: what to do with a decode graph in which nothing is rewritten, or nothing is sparse though
         key_retention is below 1: "error", "warn", or "ignore".
     mode: a mode of torch.compile, such as "reduce-overhead". torch.compile takes either `mode=` or `options=`; this is
@@ -36,6 +37,8 @@ class BackendOptions:
     key_retention: Number | Sequence[Number] = 0.1
     calibration: str | os.PathLike[str] | Calibration | None = None
     target_mass: float | None = None
+    keep_first: int = 0
+    keep_last: int = 0
     capture_loop: int = 1
     recapture_every: int | None = None
     implementation: str = "auto"

@@ -165,10 +165,17 @@ def load(name: str, dtype: str, device: str) -> Any:
         return load_model(name, dtype=dtype, device=place)
 
 
-def kept_options(retention: str, calibration: str | None, target_mass: float | None) -> dict[str, Any]:
+KeepFirst = Annotated[int, typer.Option("--keep-first", help="First visible keys that are always kept.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", help="Last visible keys that are always kept.")]
+
+
+def kept_options(
+    retention: str, calibration: str | None, target_mass: float | None, keep_first: int, keep_last: int
+) -> dict[str, Any]:
     """The options of `sparse_compile` that say how many keys are kept."""
     kept = [one.strip() for one in retention.split(",")]
     chosen: dict[str, Any] = {"key_retention": kept if len(kept) > 1 else retention}
+    chosen |= {"keep_first": keep_first, "keep_last": keep_last}
     given = {"calibration": calibration, "target_mass": target_mass}
     return chosen | {name: value for name, value in given.items() if value is not None}
 

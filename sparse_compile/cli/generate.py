@@ -33,6 +33,8 @@ def generate(
     retention: common.Retention = "0.1",
     calibration: common.CalibrationFile = None,
     target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -57,7 +59,7 @@ def generate(
     debug: common.Debug = False,
 ) -> None:
     """Continue a prompt with the compiled model."""
-    kept = common.kept_options(retention, calibration, target_mass)
+    kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     options = common.compile_options(
         kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )

@@ -14,6 +14,8 @@ def inspect(
     retention: common.Retention = "0.1",
     calibration: common.CalibrationFile = None,
     target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -44,7 +46,7 @@ def inspect(
     debug: common.Debug = False,
 ) -> None:
     """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
-    kept = common.kept_options(retention, calibration, target_mass)
+    kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     if frontend == "torch-compile":
         given = {**kept, "capture_loop": capture_loop, "recapture_every": recapture_every}
         given |= {"enabled": not dense, "implementation": implementation}

@@ -29,6 +29,8 @@ def plan(
     retention: common.Retention = "0.1",
     calibration: common.CalibrationFile = None,
     target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense: common.Dense = False,
@@ -45,7 +47,7 @@ def plan(
     Exits with 1 when it does not, and names the settings to change.
     """
     options = {
-        **common.kept_options(retention, calibration, target_mass),
+        **common.kept_options(retention, calibration, target_mass, keep_first, keep_last),
         "capture_loop": capture_loop,
         "recapture_every": recapture_every,
         "enabled": not dense,

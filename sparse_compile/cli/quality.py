@@ -39,6 +39,8 @@ def quality(
     recapture_every: common.Recapture = None,
     calibration: common.CalibrationFile = None,
     target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     implementation: common.Implementation = "auto",
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
@@ -52,7 +54,8 @@ def quality(
     Exits with 1 when retention 1.0 is not exactly the dense model.
     """
     changes = {"windows": windows, "window": window, "task_samples": samples}
-    options = {"recapture_every": recapture_every, "implementation": implementation}
+    options: dict[str, Any] = {"recapture_every": recapture_every, "implementation": implementation}
+    options |= {"keep_first": keep_first, "keep_last": keep_last}
     chosen = {"calibration": calibration, "target_mass": target_mass}
     options |= {name: value for name, value in chosen.items() if value is not None}
 
@@ -61,7 +64,7 @@ def quality(
         from sparse_compile.quality.sweep import SUBSET_SWEEP, Sweep
 
         settings = SUBSET if subset else Settings()
-        given = {name: value for name, value in changes.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         if window is not None:
             given["prompt"] = min(settings.prompt, window // 4)
             given["generate_prompt"] = min(settings.generate_prompt, window)
@@ -127,6 +130,8 @@ def calibrate(
     windows: Annotated[int, typer.Option("--windows", help="Texts to decode.")] = 8,
     window: Annotated[int, typer.Option("--window", help="Tokens of each text.")] = 2048,
     capture_loop: common.CaptureLoop = 1,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     as_json: common.Json = False,
@@ -142,7 +147,7 @@ def calibrate(
         with common.quiet_stdout(), _progress("calibrating") as progress:
             found = run(
                 loaded, ids, target_mass, windows=windows, window=window, prompt=window // 4,
-                progress=progress, capture_loop=capture_loop,
+                progress=progress, capture_loop=capture_loop, keep_first=keep_first, keep_last=keep_last,
             )  # fmt: skip
         found.save(out)
         if as_json:

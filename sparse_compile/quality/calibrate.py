@@ -15,7 +15,7 @@ from sparse_compile.api import sparse_compile
 from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.errors import ArgumentError
 from sparse_compile.kernels.retention import Retention
-from sparse_compile.quality.forced import TeacherForcing
+from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.measure import OPTIONS, capturing_layers, windows_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def calibrate(
     grid: Sequence[str] = GRID,
     progress: Callable[[int, int], object] = lambda done, total: None,
     capture_loop: int = 1,
+    keep_first: int = 0,
+    keep_last: int = 0,
 ) -> Calibration:
     """The smallest retention of each layer, of `grid`, that keeps `target_mass` on a text, on average over rows, heads.
 
@@ -50,18 +52,21 @@ def calibrate(
         limit = "must be a number greater than 0 and at most 1"
         raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
     ids = windows_of(text, windows, window)
-    compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], capture_loop=capture_loop)
+    chosen = {"capture_loop": capture_loop, "keep_first": keep_first, "keep_last": keep_last}
+    compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], **chosen)
     layers = capturing_layers(compiled.program.sites)
     if not layers:
         limit = "no loop captures, so there is nothing to calibrate"
         raise ArgumentError("capture_loop", capture_loop, limit, "choose a lower capture_loop")
     runner = TeacherForcing(compiled, window)
-    points: list[list[float]] = []  # [grid][layer]
-    for done, retention in enumerate(grid):
-        mass = runner.run(ids, prompt, retention=Retention.of(retention)).mass
-        assert mass is not None
-        points.append(mass.double().mean((0, 1, 3)).tolist())
-        progress(done + 1, len(grid))
+    parts = [Part(prompt, retention=Retention.of(one, first=keep_first, last=keep_last)) for one in grid]
+    state = {"done": 0}
+
+    def done(texts: int) -> None:
+        state["done"] += texts
+        progress(state["done"], windows * len(grid))
+
+    points = [_means(forced) for forced in runner.run(ids, parts, done)]  # [grid][layer]
     runner.close()
     curves = [
         tuple(zip(grid, (round(one, 6) for one in masses), strict=True))
@@ -70,10 +75,18 @@ def calibrate(
     return Calibration(
         model=type(model).__name__,
         capture_loop=capture_loop,
+        keep_first=keep_first,
+        keep_last=keep_last,
         target_mass=target_mass,
         tokens=windows * (window - prompt - 1),
         layers=_with_dense(compiled.program.sites, dict(zip(layers, curves, strict=True)), target_mass),
     )
+
+
+def _means(forced: Forced) -> list[float]:
+    """Mean mass of each layer."""
+    assert forced.mass is not None
+    return forced.mass.double().mean((0, 1, 3)).tolist()
 
 
 def _with_dense(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_compile.errors import ArgumentError
-from sparse_compile.quality.forced import Forced, TeacherForcing
+from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.tasks import TaskSamples, samples
 from sparse_compile.speculation import SpeculationConfig
 
@@ -36,7 +36,8 @@ class Settings:
     windows: texts of `window` tokens, whose first `prompt` are the dense prompt. task_contexts, task_samples: of each
     task. question: so many of the last prompt tokens of a task are decode rows too, as in a conversation that goes on;
     without that the first token of an answer would come from the dense prompt. generate_prompts, generate_prompt,
-    generate_tokens: texts that are continued greedily. texts, rows: in one run.
+    generate_tokens: texts that are continued greedily. drafts: whether drafts are measured, of given tokens and in
+    blocks of draft_rows rows. texts, rows: in one run.
     """
 
     windows: int = 64
@@ -49,6 +50,7 @@ class Settings:
     generate_prompts: int = 16
     generate_prompt: int = 512
     generate_tokens: int = 128
+    drafts: bool = True
     draft_rows: int = 4
     texts: int = 16
     rows: int = 2048
@@ -56,6 +58,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if isinstance(value, bool):
+                continue
             if isinstance(value, int) and value < (
                 0 if name in ("seed", "question", "generate_prompts") else 1
             ):
@@ -145,29 +149,31 @@ class Meter:
             for context in settings.task_contexts
         ]
 
-    def units(self, loops: int) -> int:
+    def units(self, compiled: CompiledModel) -> int:
         """How often `done` is told of a unit while one model is measured: runs over texts, and generations."""
-        forced = loops * len(self.windows)
-        generated = len(self.prompts) and loops
-        return forced + 2 * sum(len(one.prompts) for one in self.asked) + generated
+        parts = 1 + len(self._draft_loops(compiled))
+        generated = parts if len(self.prompts) else 0
+        return parts * len(self.windows) + 2 * sum(len(one.prompts) for one in self.asked) + generated
 
     def dense(self, compiled: CompiledModel) -> Dense:
         """What later models are compared with."""
         runner = self._runner(compiled)
-        forced = runner.run(self.windows, self.settings.prompt, done=self.done)
+        (forced,) = runner.run(self.windows, [Part(self.settings.prompt)], self.done)
         runner.close()
         return Dense(forced, self._generated(compiled) if len(self.prompts) else None)
 
     def measure(self, compiled: CompiledModel, dense: Dense) -> Quality:
-        runner = self._runner(compiled)
-        forced = runner.run(self.windows, self.settings.prompt, done=self.done)
+        runner, start = self._runner(compiled), self.settings.prompt
+        parts = [Part(start), *(Part(start, loops) for loops in self._draft_loops(compiled))]
+        forced, *drafts = runner.run(self.windows, parts, self.done)
         found = Quality(
             perplexity=float(forced.loss.double().mean().exp()),
             agreement=float((forced.best == dense.forced.best).double().mean()),
             exact=torch.equal(forced.best, dense.forced.best) and torch.equal(forced.loss, dense.forced.loss),
         )
         self._add_mass(found, compiled, forced)
-        self._add_acceptance(found, compiled, runner, forced)
+        for loops, draft in enumerate(drafts, start=1):
+            found.acceptance[loops] = float((draft.best == forced.best).double().mean())
         for asked in self.asked:
             self._add_task(found, runner, asked)
         runner.close()
@@ -191,22 +197,15 @@ class Meter:
         found.mass_mean = float(rows.mean())
         found.mass_p5 = float(quantile(rows.flatten()[:, None], LOW))
 
-    def _add_acceptance(
-        self, found: Quality, compiled: CompiledModel, runner: TeacherForcing, forced: Forced
-    ) -> None:
-        if compiled.program.roll is None:
-            return
-        for loops in range(1, compiled.program.roll.repeats):
-            drafts = runner.run(self.windows, self.settings.prompt, loops, self.done)
-            found.acceptance[loops] = float((drafts.best == forced.best).double().mean())
-
     def _add_task(self, found: Quality, runner: TeacherForcing, asked: TaskSamples) -> None:
         """With the question decoded, and with a prompt that is dense to its end."""
         ids = torch.cat((asked.prompt_ids, asked.answer_ids), 1)
         width = asked.answers.shape[1]
-        for question, tasks in ((self.settings.question, found.tasks), (0, found.tasks_prompt_dense)):
-            start, dense_rows = ids.shape[1] - width - max(question, 1), int(question == 0)
-            forced = runner.run(ids, start, done=self.done, dense_rows=dense_rows)
+        end, question = ids.shape[1] - width, self.settings.question
+        parts = [Part(end - 1, dense_rows=1), Part(end - max(question, 1), dense_rows=int(not question))]
+        for forced, tasks in zip(
+            runner.run(ids, parts, self.done), (found.tasks_prompt_dense, found.tasks), strict=True
+        ):
             right = forced.right[:, -width:].all(-1)
             tasks.setdefault(asked.name, {})[ids.shape[1]] = float(right.double().mean())
 
@@ -214,13 +213,16 @@ class Meter:
         same = self._generated(compiled) == dense
         found.generated_agreement = float(same.double().mean())
         found.generated_prefix = float(same.long().cumprod(-1).sum(-1).double().mean())
-        if compiled.program.roll is None:
-            return
-        for loops in range(1, compiled.program.roll.repeats):
+        for loops in self._draft_loops(compiled):
             asked = SpeculationConfig(draft_loops=loops, num_draft_tokens=self.settings.draft_rows)
             metrics = self._generate(compiled, asked).metrics
             drafted = sum(one.drafted_tokens for one in metrics)
             found.accepted[loops] = sum(one.accepted_tokens for one in metrics) / max(1, drafted)
+
+    def _draft_loops(self, compiled: CompiledModel) -> range:
+        """How many loops a draft may run: those before the last of a loop that is rolled."""
+        roll = compiled.program.roll
+        return range(1, roll.repeats if roll is not None and self.settings.drafts else 1)
 
     def _generated(self, compiled: CompiledModel) -> Tensor:
         """New tokens [B, generate_tokens], on the CPU."""

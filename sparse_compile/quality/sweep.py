@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable
@@ -65,10 +66,12 @@ def measure_all(
     meter = Meter(text, settings, tasks, done)
     dense_options = {**OPTIONS, "implementation": dict(sweep.options).get("implementation", "auto")}
     compiled = sparse_compile(model, **dense_options, enabled=False)
-    state["total"] = (1 + len(sweep.points)) * meter.units(compiled.program.loops) + len(meter.windows) + 1
+    state["total"] = (1 + len(sweep.points)) * meter.units(compiled) + len(meter.windows)
+    state["total"] += int(len(meter.prompts) > 0)
     dense = meter.dense(compiled)
     result = {**conditions(model), "settings": asdict(settings), "options": dict(sweep.options)}
     result["dense"] = meter.measure(compiled, dense).to_dict()
+    del compiled
     result["rows"] = []
     for retention, capture_loop in sweep.points:
         compiled = sparse_compile(model, **_options(sweep, retention, capture_loop), validate=False)
@@ -78,6 +81,8 @@ def measure_all(
             "kept": compiled.sparse_config.retention_text,
         }
         result["rows"].append(row | meter.measure(compiled, dense).to_dict())
+        del compiled
+        gc.collect()  # engines refer to themselves, and the next one needs their memory
     return result
 
 

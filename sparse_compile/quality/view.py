@@ -137,6 +137,9 @@ def _plot_quality(result: dict[str, Any], path: Path) -> Path:
             _line(axis, rows, name, f"capture loop {loop}")
         axis.axhline(result["dense"][name], color="gray", linestyle=":", label="dense")
         axis.set(xscale="log", xlabel="keys kept", title=head)
+        measured = sorted({row["retention"] for row in _numbered(result)})
+        axis.set_xticks(measured, [f"{one:g}" for one in measured])
+        axis.minorticks_off()
         axis.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -147,6 +150,18 @@ def _plot_quality(result: dict[str, Any], path: Path) -> Path:
 def _line(axis: Any, rows: Sequence[dict[str, Any]], name: str, label: str) -> None:
     ordered = sorted(rows, key=lambda row: row["retention"])
     axis.plot([row["retention"] for row in ordered], [row[name] for row in ordered], marker="o", label=label)
+
+
+def _label_cells(axis: Any, values: list[list[float]], most: int = 128) -> None:
+    """Whole numbers on the axes, and the value in each cell of a map that is not too fine."""
+    axis.set_xticks(range(0, len(values[0]), 1 + len(values[0]) // 16))
+    axis.set_yticks(range(0, len(values), 1 + len(values) // 16))
+    if len(values) * len(values[0]) > most:
+        return
+    for layer, row in enumerate(values):
+        for head, value in enumerate(row):
+            color = "black" if value > 0.6 else "white"
+            axis.text(head, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
 
 
 def _plot_mass(rows: Sequence[dict[str, Any]], path: Path, heat_at: float) -> Path:
@@ -163,6 +178,7 @@ def _plot_mass(rows: Sequence[dict[str, Any]], path: Path, heat_at: float) -> Pa
         image = axis.imshow(row["mass"], vmin=0, vmax=1, aspect="auto", cmap="viridis")
         axis.set(xlabel="head", ylabel="layer", title=f"mass at {row['retention']:g}, capture loop {loop}")
         figure.colorbar(image, ax=axis)
+        _label_cells(axis, row["mass"])
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
