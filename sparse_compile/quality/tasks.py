@@ -8,7 +8,7 @@ made by array arithmetic.
 |---|---|---|---|
 | recall | ``ab42;`` | ``?ab42;`` (42) | the one pair that was asked for |
 | copy | letters, then ``|`` | the same letters again (all of them) | one place after the other, far back |
-| hops | ``ab>cd;`` | ``2ab>ef;`` (ef) | a pair that names the next pair; the digit says how many links |
+| hops | ``>abcd`` | ``2>abef;`` (ef) | a pair that names the next pair; the digit says how many links |
 | count | a letter | ``#A=3;`` (3) | every place of a rare capital, 0 to 9 of them |
 | sums | ``ab7;`` | ``?ab+cd=11;`` (11) | two pairs and small arithmetic |
 
@@ -142,7 +142,7 @@ def _recall(rng: np.random.Generator, batch: int, length: int, share: float) -> 
 
 
 def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    links, queries = _sizes(length - len("[hops]"), share, record=6, query=7)
+    links, queries = _sizes(length - len("[hops]"), share, record=5, query=7)
     keys = _PAIRS[_draws(rng, batch, links)]
     order = _draws(rng, batch, links, of=links)
     follows = np.empty_like(
@@ -153,8 +153,8 @@ def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> Ta
     hops = rng.integers(1, 3, (batch, queries)) if share else np.full((batch, queries), 2)
     once = np.take_along_axis(follows, asked, 1)
     end = np.where(hops == 1, once, np.take_along_axis(follows, once, 1))
-    body = _records(keys, ord(">"), _pick(keys, follows), ord(";"))
-    query = _records(_digits(hops, 1), _pick(keys, asked), ord(">"), _pick(keys, end), ord(";"))
+    body = _records(ord(">"), keys, _pick(keys, follows))
+    query = _records(_digits(hops, 1), ord(">"), _pick(keys, asked), _pick(keys, end), ord(";"))
     return _sequence("hops", length, body, query, answer=slice(4, 6))
 
 
