@@ -96,8 +96,9 @@ def train(args: argparse.Namespace, start: float) -> None:
         log_every=args.log_every,
         evaluate_every=args.evaluate_every,
         contexts=tuple(sorted({max(recipe.shortest, context // part) for part in (4, 2, 1)})),
-        **({"quick": (4, 4), "samples": 4, "windows": 4} if args.tiny else {}),
     )
+    if args.tiny:
+        limits = replace(limits, quick=(4, 4), samples=4, windows=4)
     data = Data(recipe.origins, torch.device(args.device))
     trainer = Trainer(recipe, data, args.out, limits, args.resume, start)
     if not args.no_compile and not args.tiny:

@@ -16,12 +16,12 @@ from sparse_compile.quality import tasks, text
 
 
 def solve_recall(body: str, query: str) -> str:
-    return dict(re.findall(r"(..)=(..);", body))[query[1:3]]
+    return dict(re.findall(r"([a-z]{2})(\d\d);", body))[query[1:3]]
 
 
 def solve_hops(body: str, query: str) -> str:
-    links = dict(re.findall(r"(..)>(..);", body))
-    at = query[1:3]
+    links = dict(re.findall(r">(..)(..)", body))
+    at = query[2:4]
     for _ in range(int(query[0])):
         at = links[at]
     return at
@@ -32,13 +32,13 @@ def solve_count(body: str, query: str) -> str:
 
 
 def solve_sums(body: str, query: str) -> str:
-    values = dict(re.findall(r"(..)=(.);", body))
+    values = dict(re.findall(r"([a-z]{2})(\d);", body))
     return f"{int(values[query[1:3]]) + int(values[query[4:6]]):02d}"
 
 
 SOLVERS: dict[str, tuple[Callable[[str, str], str], str]] = {
-    "recall": (solve_recall, r"\?..="),
-    "hops": (solve_hops, r"[12]..>"),
+    "recall": (solve_recall, r"\?.."),
+    "hops": (solve_hops, r"[12]>.."),
     "count": (solve_count, r"#.="),
     "sums": (solve_sums, r"\?..\+..="),
 }
@@ -75,7 +75,7 @@ def test_marks_of_a_training_batch_are_on_right_answers(name: str, length: int, 
             assert shown[end] == ";"
             assert solve(body, query) == shown[start:end]
         if name in ("recall", "hops"):
-            assert len({query[1:3] for query in queries}) == len(queries), "an earlier answer gives it away"
+            assert len({query[-2:] for query in queries}) == len(queries), "an earlier answer gives it away"
 
 
 @given(st.integers(tasks.SHORTEST, 700), st.integers(0, 10_000))
@@ -92,10 +92,8 @@ def test_copies_are_copies(context: int, seed: int) -> None:
 
 def test_a_seed_is_a_set_for_good() -> None:
     """Committed figures hold for these very samples."""
-    assert bytes(tasks.samples("recall", 1, 96).prompts[0]).startswith(
-        b"[recall]....nb=56;bz=05;kg=85;dm=93;"
-    )
-    assert bytes(tasks.samples("recall", 1, 96).answers[0]) == b"56"
+    assert bytes(tasks.samples("recall", 1, 96).prompts[0]).startswith(b"[recall]...nb56;bz05;kg85;dm93;")
+    assert bytes(tasks.samples("recall", 1, 96).answers[0]) == b"57"
     for name in tasks.TASKS:
         one, again, other = (tasks.samples(name, 4, 200, seed) for seed in (3, 3, 4))
         more = tasks.samples(name, 6, 200, 3)
@@ -106,14 +104,14 @@ def test_a_seed_is_a_set_for_good() -> None:
 
 def test_far_keys_are_asked_for_anywhere() -> None:
     asked = tasks.samples("recall", 200, 2048)
-    places = [bytes(prompt).index(bytes(prompt[-3:-1]) + b"=") for prompt in asked.prompts]
+    places = [bytes(prompt).index(bytes(prompt[-2:])) for prompt in asked.prompts]
     assert min(places) < 200
     assert max(places) > 1800
     assert 800 < np.mean(places) < 1250
 
 
 def test_ids_are_those_of_the_tokenizer() -> None:
-    shown = "[recall]ab=42;?ab="
+    shown = "[recall]ab42;?ab"
     assert tasks.to_ids(shown.encode()).tolist() == tiny_tokenizer()(shown)["input_ids"]
 
 

@@ -18,8 +18,7 @@ LICENCES = {"stdlib": "PSF-2.0", "topics": "PSF-2.0", **PACKAGES}
 WHAT = {
     "stdlib": "modules of CPython's standard library",
     "topics": "topics of CPython's documentation (`pydoc_data`)",
-    "torch": "Python sources of torch",
-    "transformers": "Python sources of transformers",
+    **{package: f"Python sources of {package}" for package in PACKAGES},
 }
 
 CARD = """\
@@ -93,7 +92,7 @@ def export(run: Path, into: Path = PACKAGED, results: Path | None = None) -> str
         )
     model = load_ouro(run)
     model.save_pretrained(into)
-    tiny_tokenizer(model_max_length=model.config.max_position_embeddings).save_pretrained(into)
+    tiny_tokenizer().save_pretrained(into)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     (into / "README.md").write_text(card(state, log, sum(p.numel() for p in model.parameters())))
     if results is not None:

@@ -17,7 +17,15 @@ from benchmarks.demo.recipe import Recipe
 from sparse_compile.models.tokenizer import FIRST_BYTE_ID
 from sparse_compile.quality import tasks, text
 
-ORIGIN_SHARES = {"stdlib": 0.4, "topics": 0.05, "torch": 0.3, "transformers": 0.25}
+ORIGIN_SHARES = {
+    "stdlib": 0.25,
+    "topics": 0.02,
+    "torch": 0.3,
+    "transformers": 0.25,
+    "numpy": 0.05,
+    "networkx": 0.05,
+    "sympy": 0.08,
+}
 TASK_SHARES = {"recall": 0.375, "hops": 0.25, "copy": 0.125, "count": 0.125, "sums": 0.125}
 LEAST_TEXT = 4_000_000  # bytes; with less the model would learn its text by heart
 

@@ -53,7 +53,7 @@ class Optimizer:
 
     def _muon(self, names: list[str], lr: float) -> None:
         parameters = [self.matrices[name] for name in names]
-        gradient = torch.stack([p.grad for p in parameters if p.grad is not None]).float()
+        gradient = torch.stack([_gradient(p) for p in parameters]).float()
         momentum = torch.stack([self.momentum[name] for name in names]).float()
         momentum = (MOMENTUM * momentum + (1 - MOMENTUM) * gradient).to(torch.bfloat16)
         for name, one in zip(names, momentum, strict=True):
@@ -66,7 +66,7 @@ class Optimizer:
 
     def _adam(self, step: int, lr: float) -> None:
         names = list(self.others)
-        gradients = [self.others[name].grad for name in names]
+        gradients = [_gradient(self.others[name]) for name in names]
         first, second = [self.first[name] for name in names], [self.second[name] for name in names]
         torch._foreach_lerp_(first, gradients, 1 - BETAS[0])
         torch._foreach_mul_(second, BETAS[1])
@@ -95,3 +95,8 @@ class Optimizer:
             )
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "a parameter that the loss does not depend on"
+    return parameter.grad

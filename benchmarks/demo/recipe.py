@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_compile.models import OuroConfig
 from sparse_compile.models.presets import demo_ouro
+from sparse_compile.quality.text import PACKAGES
 
 TINY = {
     "hidden_size": 32,
@@ -35,7 +36,7 @@ class Recipe:
     weight_decay: float = 0.02
     warmup: float = 0.01  # shares of all steps: learning rates rise ...
     decay: float = 0.4  # ... stay, and fall to zero
-    origins: tuple[str, ...] = ("stdlib", "topics", "torch", "transformers")
+    origins: tuple[str, ...] = ("stdlib", "topics", *PACKAGES)
     shape: tuple[tuple[str, Any], ...] = ()  # what differs from the configuration of the preset "demo"
 
     def __post_init__(self) -> None:

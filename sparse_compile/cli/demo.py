@@ -22,11 +22,10 @@ PROMPTS = (
 TRAINED_PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def ',
     "The exception is raised when the ",
-    "[recall]" + "".join(f"{key}={value};" for key, value in zip(
+    "[recall]" + "".join(f"{key}{value};" for key, value in zip(
         ("qx", "ab", "zk", "mo", "te", "uv", "ya", "lp", "gi", "nd", "cw", "ro"), range(17, 99, 7), strict=True
-    )) + "?zk=",
+    )) + "?zk",
 )  # fmt: skip
-QUALITY = {"windows": 2, "window": 512, "prompt": 384, "generate_prompts": 0, "texts": 2, "rows": 256}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def demo(
         str | None, typer.Option("--model", help="A model as for the other commands (default: demo).")
     ] = None,
     retention: common.Retention = "0.25",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -83,10 +82,14 @@ def _default() -> str:
 
 
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
+    import torch
+
     from sparse_compile.config import SparseConfig
 
     SparseConfig.from_options(key_retention=retention)
     model = common.load(name, "float32", device)  # float32: identity of tokens is an exact claim
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # three short rows: sharing them out costs more than it saves
     tokenizer, inputs = _inputs(name, model)
     width = inputs["input_ids"].shape[1]
     settings = {**inputs, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
@@ -169,7 +172,8 @@ def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
     text = held_out_text().decode()[:20_000]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     common.note("measuring on held-out text ...")
-    meter = Meter(ids, Settings(**QUALITY), tasks=False)
+    few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
+    meter = Meter(ids, few, tasks=False)
     known = meter.dense(dense)
     found = meter.measure(sparse, known)
     return {

@@ -1,16 +1,16 @@
 """Synthetic tasks whose answer needs a far key, as bytes: made with numpy, the same on every machine.
 
 A sequence is ``[name]``, dots that fill it up, a body, and queries with their answers. The answer of the only query of
-``[recall]...ab=42;cd=17;?cd=17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are
+``[recall]...ab42;cd17;?cd17;`` is its ``17``. Bodies are made of records of one width, so that whole batches are
 made by array arithmetic.
 
 | task | a record of the body | a query, its answer marked | what it needs |
 |---|---|---|---|
-| recall | ``ab=42;`` | ``?ab=42;`` (42) | the one pair that was asked for |
+| recall | ``ab42;`` | ``?ab42;`` (42) | the one pair that was asked for |
 | copy | letters, then ``|`` | the same letters again (all of them) | one place after the other, far back |
-| hops | ``ab>cd;`` | ``2ab>ef;`` (ef) | a pair that names the next pair; the digit says how many links |
+| hops | ``>abcd`` | ``2>abef;`` (ef) | a pair that names the next pair; the digit says how many links |
 | count | a letter | ``#A=3;`` (3) | every place of a rare capital, 0 to 9 of them |
-| sums | ``ab=7;`` | ``?ab+cd=11;`` (11) | two pairs and small arithmetic |
+| sums | ``ab7;`` | ``?ab+cd=11;`` (11) | two pairs and small arithmetic |
 
 Token ids of the byte tokenizer are bytes + 3; :func:`to_ids` gives them.
 """
@@ -132,17 +132,17 @@ def _task(name: str, length: int) -> Callable[[np.random.Generator, int, int, fl
 
 
 def _recall(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    pairs, queries = _sizes(length - len("[recall]"), share, record=6, query=7)
+    pairs, queries = _sizes(length - len("[recall]"), share, record=5, query=6)
     keys = _PAIRS[_draws(rng, batch, pairs)]
     values = _digits(rng.integers(0, 100, (batch, pairs)), 2)
     asked = _draws(rng, batch, queries, of=pairs)
-    body = _records(keys, ord("="), values, ord(";"))
-    query = _records(ord("?"), _pick(keys, asked), ord("="), _pick(values, asked), ord(";"))
-    return _sequence("recall", length, body, query, answer=slice(4, 6))
+    body = _records(keys, values, ord(";"))
+    query = _records(ord("?"), _pick(keys, asked), _pick(values, asked), ord(";"))
+    return _sequence("recall", length, body, query, answer=slice(3, 5))
 
 
 def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    links, queries = _sizes(length - len("[hops]"), share, record=6, query=7)
+    links, queries = _sizes(length - len("[hops]"), share, record=5, query=7)
     keys = _PAIRS[_draws(rng, batch, links)]
     order = _draws(rng, batch, links, of=links)
     follows = np.empty_like(
@@ -153,18 +153,18 @@ def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> Ta
     hops = rng.integers(1, 3, (batch, queries)) if share else np.full((batch, queries), 2)
     once = np.take_along_axis(follows, asked, 1)
     end = np.where(hops == 1, once, np.take_along_axis(follows, once, 1))
-    body = _records(keys, ord(">"), _pick(keys, follows), ord(";"))
-    query = _records(_digits(hops, 1), _pick(keys, asked), ord(">"), _pick(keys, end), ord(";"))
+    body = _records(ord(">"), keys, _pick(keys, follows))
+    query = _records(_digits(hops, 1), ord(">"), _pick(keys, asked), _pick(keys, end), ord(";"))
     return _sequence("hops", length, body, query, answer=slice(4, 6))
 
 
 def _sums(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    pairs, queries = _sizes(length - len("[sums]"), share, record=5, query=10)
+    pairs, queries = _sizes(length - len("[sums]"), share, record=4, query=10)
     keys = _PAIRS[_draws(rng, batch, pairs)]
     values = rng.integers(0, 10, (batch, pairs))
     first, second = rng.integers(0, pairs, (2, batch, queries))
     total = np.take_along_axis(values, first, 1) + np.take_along_axis(values, second, 1)
-    body = _records(keys, ord("="), _digits(values, 1), ord(";"))
+    body = _records(keys, _digits(values, 1), ord(";"))
     query = _records(
         ord("?"), _pick(keys, first), ord("+"), _pick(keys, second), ord("="), _digits(total, 2), ord(";")
     )
@@ -241,7 +241,7 @@ def _sequence(name: str, length: int, body: Bytes, queries: Bytes, answer: slice
     batch = len(body)
     marks = np.zeros(queries.shape[1:], bool)
     marks[..., answer] = True
-    body, queries, marks = body.reshape(batch, -1), queries.reshape(batch, -1), marks.reshape(-1)
+    body, queries = body.reshape(batch, -1), queries.reshape(batch, -1)
     text = np.full((batch, length), ord("."), np.uint8)
     head = np.frombuffer(f"[{name}]".encode(), np.uint8)
     text[:, : len(head)] = head
@@ -249,5 +249,5 @@ def _sequence(name: str, length: int, body: Bytes, queries: Bytes, answer: slice
     text[:, end - body.shape[1] : end] = body
     text[:, end:] = queries
     marked = np.zeros((batch, length), bool)
-    marked[:, end:] = marks
+    marked[:, end:] = marks.reshape(-1)
     return TaskBatch(text, marked)

@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
-PACKAGES = {"torch": "BSD-3-Clause", "transformers": "Apache-2.0"}  # beside Python itself (PSF-2.0)
+PACKAGES = {  # beside Python itself (PSF-2.0): what we depend on, and what that depends on
+    "torch": "BSD-3-Clause",
+    "transformers": "Apache-2.0",
+    "numpy": "BSD-3-Clause",
+    "networkx": "BSD-3-Clause",
+    "sympy": "BSD-3-Clause",
+}
 HELD_OUT_ONE_IN = 24
 SEPARATOR = b"\0"  # between files
 _SKIPPED = {
