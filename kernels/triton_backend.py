@@ -292,7 +292,8 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
         scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most,
-        PASSES=widest > most, BLOCK=tiles.block, num_warps=warps, **_registers(a, 16 // warps, warps),
+        PASSES=widest > most, BLOCK=tiles.block, FIRST=retention.first, LAST=retention.last,
+        num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
 
 
@@ -315,6 +316,7 @@ def _retain(
         retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
-        BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width, num_warps=warps,
+        BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width,
+        FIRST=retention.first, LAST=retention.last, num_warps=warps,
         **_registers(a, 24 // warps, warps),
     )  # fmt: skip

@@ -10,9 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import LOG2E, LOWEST, sortable, unsortable
+from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, unsortable
 
 SAMPLE = tl.constexpr(512)
+
+
+@triton.jit
+def retained_count(length, numerator, denominator, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """How many keys a row keeps, as `retention.Retention.count`: int32."""
+    keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+    if FIRST + LAST > 0:
+        keep = tl.maximum(keep, tl.minimum(length, FIRST + LAST))
+    return keep
+
+
+@triton.jit
+def with_kept(key, n, length, end, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Keys of the scores n, where those that are kept whatever their scores have the highest integer, up to `end`."""
+    if FIRST + LAST > 0:
+        always = ((n < FIRST) | (n >= length - LAST)) & (n < end)
+        key = tl.where(always, HIGHEST, key)
+    return key
 
 
 @triton.jit
@@ -25,12 +43,16 @@ def load_sortable(scores_row, n, length):
 
 
 @triton.jit
-def count_from(scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr):
+def count_from(
+    scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
     """How many of a row's scores are at or above `candidate`."""
     found = tl.sum((key >= candidate).to(tl.int32), 0)
     if not IN_REGISTERS:
         for n0 in range(NB, length, NB):
-            other = load_sortable(scores_row, n0 + tl.arange(0, NB), length)
+            n = n0 + tl.arange(0, NB)
+            other = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
             found += tl.sum((other >= candidate).to(tl.int32), 0)
     return found
 
@@ -50,7 +72,8 @@ def describe(scores_row, length):
 
 @triton.jit
 def find_cut(
-    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr
+    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
 
@@ -58,7 +81,8 @@ def find_cut(
     distributed; until both ends are scores' own, the next ones follow that distribution's density, in steps that grow.
     Then they interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half
     its weight (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends. It stops
-    early where exactly `keep` scores reach.
+    early where exactly `keep` scores reach. Keys that are kept whatever their scores are above `top`: if they are all,
+    the cut is there.
     """
     mean, deviation = describe(scores_row, length)
     low = tl.full((), LOWEST + 1, tl.int32)
@@ -68,6 +92,12 @@ def find_cut(
     target = tl.log2(keep.to(tl.float32))
     over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
     under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
+    if FIRST + LAST > 0:
+        beyond = tl.minimum(length, FIRST + LAST)
+        under = tl.log2(beyond.to(tl.float32)) - target
+        all_kept = beyond == keep
+        low = tl.where(all_kept, high, low)
+        reached = tl.where(all_kept, keep, reached)
     step = deviation / (length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)  # score per key
     guess = mean + quantile * deviation
     side = tl.full((), 0, tl.int32)
@@ -76,7 +106,7 @@ def find_cut(
         middle = (low & high) + ((low ^ high) >> 1)
         if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB)
+        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB, FIRST, LAST)
         value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
         if found >= keep:
             low = middle
@@ -125,18 +155,19 @@ def count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB: tl.constexpr,
 @triton.jit
 def cut_row(
     scores_row, cuts, blocks, blocks_s, top, length, keep, quantile,
-    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The cut of one row and the counts of its blocks, NB scores at a time."""
     n = tl.arange(0, NB)
-    key = load_sortable(scores_row, n, length)
-    cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB)
+    key = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
+    cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB, FIRST, LAST)
     tl.store(cuts, cut)
     tl.store(cuts + 1, ties)
     count_blocks(blocks, blocks_s, key, 0, length, cut, ties, NB, BLOCK)
     if not IN_REGISTERS:
         for n0 in range(NB, length, NB):
             key = load_sortable(scores_row, n0 + n, length)
+            key = with_kept(key, n0 + n, length, length, FIRST, LAST)
             count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB, BLOCK)
 
 
@@ -144,7 +175,7 @@ def cut_row(
 def cut_kernel(
     scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
 
@@ -156,15 +187,43 @@ def cut_kernel(
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     if wanted & (length > 0):
         at = row * HEADS + head
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         top = sortable(tl.load(stats + at * 2))
         own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * 2 * blocks_s
         if length <= SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, SMALL, BLOCK)
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, SMALL, BLOCK, FIRST, LAST)
         elif (NB > SMALL) & (length <= min(NB, 4 * SMALL)):
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, min(NB, 4 * SMALL), BLOCK)
+            cut_row(
+                own,
+                cut,
+                block,
+                blocks_s,
+                top,
+                length,
+                keep,
+                quantile,
+                True,
+                min(NB, 4 * SMALL),
+                BLOCK,
+                FIRST,
+                LAST,
+            )
         elif NB > 4 * SMALL or PASSES:
             if PASSES and length > NB:
-                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, False, min(NB, 8192), BLOCK)
+                cut_row(
+                    own,
+                    cut,
+                    block,
+                    blocks_s,
+                    top,
+                    length,
+                    keep,
+                    quantile,
+                    False,
+                    min(NB, 8192),
+                    BLOCK,
+                    FIRST,
+                    LAST,
+                )
             else:
-                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, NB, BLOCK)
+                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, NB, BLOCK, FIRST, LAST)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import load_sortable
+from .triton_cut import load_sortable, retained_count, with_kept
 from .triton_guesses import choose_guess, load_guess
 from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, sortable, tree_sum, unit_size
 
@@ -50,7 +50,8 @@ def place_unit(blocks, blocks_s, start, end, ties, BLOCK: tl.constexpr, STEP: tl
 
 @triton.jit
 def list_unit(
-    scores_row, kept_line, fix_line, start, end, cut, ties, guess, limit, HAS_GUESS: tl.constexpr, PIECE: tl.constexpr,
+    scores_row, kept_line, fix_line, start, end, length, cut, ties, guess, limit, HAS_GUESS: tl.constexpr,
+    PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Write the retained positions among the keys start .. end - 1, and those that the guess is wrong about, at most
     `limit` of each. Returns how many the latter are.
@@ -61,9 +62,10 @@ def list_unit(
     equal = tl.full((), 0, tl.int32)
     for _ in range(start, end, PIECE):
         key = load_sortable(scores_row, n, end)
-        retained = key >= cut
+        rank = with_kept(key, n, length, end, FIRST, LAST)
+        retained = rank >= cut
         if ties > equal:
-            same = key == cut - 1
+            same = rank == cut - 1
             retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
             equal += tl.sum(same.to(tl.int32), 0)
         marks = retained.to(tl.int32)
@@ -144,7 +146,7 @@ def retain_kernel(
     capacity, numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
     and values are read BN at a time.
@@ -163,7 +165,7 @@ def retain_kernel(
     if wanted & (start < length):
         at = row * HEADS + head
         entry = (slot * sites + site) * HEADS + head
-        keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         end, own = tl.minimum(start + unit, length), scores + at * scores_s
         cut, maximum = tl.load(cuts + at * 2), tl.load(stats + at * 2)
         ties, own_blocks = tl.load(cuts + at * 2 + 1), blocks + at * 2 * blocks_s
@@ -175,7 +177,22 @@ def retain_kernel(
         which = tl.full((), 0, tl.int32)
         if GUESSES > 0:
             guess, which = choose_guess(guess_stats, (at * SLOTS + part) * GUESSES, cut, GUESSES)
-        entries = list_unit(own, listed, fix_line, start, end, cut, ties, guess, limit, GUESSES > 0, PIECE)
+        entries = list_unit(
+            own,
+            listed,
+            fix_line,
+            start,
+            end,
+            length,
+            cut,
+            ties,
+            guess,
+            limit,
+            GUESSES > 0,
+            PIECE,
+            FIRST,
+            LAST,
+        )
         guessed = (entries < limit) & (guess < HIGHEST) & (GUESSES > 0)
         if guessed:
             listed = fix_line

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.plan import Segment
 from sparse_compile.runtime.request import RequestMetrics
 
@@ -26,6 +26,9 @@ class SiteLike(Protocol):
     @property
     def loops(self) -> int: ...
 
+    @property
+    def retention(self) -> Retention: ...
+
 
 class KeyCounter:
     """Charges rows to a request's metrics. The unit: one key attended by one query head at one site.
@@ -35,15 +38,15 @@ class KeyCounter:
     agree.
     """
 
-    def __init__(self, sites: Sequence[SiteLike], retention: tuple[int, int] | None) -> None:
-        self._retention = retention or (1, 1)
+    def __init__(self, sites: Sequence[SiteLike]) -> None:
         # window (0: none) -> query heads of all sites that always read it whole
         self._full: Counter[int] = Counter()
-        self._retained = 0  # query heads of all consume sites
+        # retention -> query heads of all consume sites that keep so much
+        self._retained: Counter[Retention] = Counter()
         self._loops = max((site.loops for site in sites), default=1)
         for site in sites:
             if site.kind == "consume":
-                self._retained += site.heads
+                self._retained[site.retention] += site.heads
             else:
                 self._full[site.window] += site.heads
 
@@ -55,9 +58,10 @@ class KeyCounter:
                 heads * (length - (max(0, position - window + 1) if window else 0))
                 for window, heads in self._full.items()
             )
-            kept = retained_count(length, *self._retention) if segment.sparse else length
-            read += full + self._retained * kept
-            dense += full + self._retained * length
+            whole = sum(self._retained.values()) * length
+            kept = sum(heads * one.count(length) for one, heads in self._retained.items())
+            read += full + (kept if segment.sparse else whole)
+            dense += full + whole
         metrics.loops_run += self._loops * len(segment.tokens)
         metrics.keys_read += read
         metrics.keys_dense += dense

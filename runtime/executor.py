@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.beside import beside
 from ..kernels.prefill import Heads, Prompts, prefill_attention
+from ..kernels.retention import Retention
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -131,6 +132,19 @@ class Executor:
         environment |= {name: kept.index_select(0, lines) for name, kept in self._carried.items()}
         self._layers(bodies[self.loops - (plan.loops or 0) :], environment, plan, _call)
         return self._tail(tail, environment, plan, _call)
+
+    @torch.no_grad()
+    def force(self, plan: RowPlan, retention: Retention | None = None) -> torch.Tensor:
+        """The logits of given tokens, several of a sequence in one run: what decoding one after the other computes.
+
+        With `plan.loops`, what the model's own head makes of their first so many bodies. retention: in place of the
+        program's, for all layers; the store must have room for it.
+        """
+        op = _call if retention is None else _call_keeping(retention)
+        if plan.loops is None:
+            return self._through(plan.kind if self.program.sparse else "dense", plan, op)
+        prologue, bodies, tail = self._rolled_stages(plan)
+        return self._tail([prologue, *bodies[: plan.loops], *tail], self._environment(plan), plan, op)
 
     @torch.no_grad()
     @_selections_beside
@@ -383,6 +397,18 @@ def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 
 def _call(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
     return call.target(*args, **call.kwargs)
+
+
+def _call_keeping(retention: Retention) -> RunOp:
+    """For programs that keep another share than they were made for."""
+    kept = {"retention_num": retention.numerator, "retention_den": retention.denominator}
+    kept |= {"keep_first": retention.first, "keep_last": retention.last}
+
+    def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+        captures = "retention_num" in call.kwargs
+        return call.target(*args, **(call.kwargs | kept if captures else call.kwargs))
+
+    return op
 
 
 def _call_one_row_each(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.accounting import SiteLike
 
 FIXED_ROWS = 256  # decode rows of one run whose bits can be kept from depending on each other
@@ -44,7 +45,7 @@ class EngineOptions:
     prefill_chunk: int = 256  # rows of one prompt in one step
     dense_below: int = 0  # decode rows with fewer visible keys run dense
     sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
-    retention: tuple[int, int] | None = None  # (numerator, denominator); None runs everything dense
+    retention: Retention | None = None  # the largest of any layer; None runs everything dense
     async_steps: bool = False  # submit a step before the tokens of the last one are read
     loops_per_step: int | None = (
         None  # bodies that a decode row goes through in one step; None: the whole model
@@ -60,8 +61,6 @@ class EngineOptions:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.retention is not None and not 0 < self.retention[0] <= self.retention[1]:
-            raise ValueError(f"retention={self.retention} must be (numerator, denominator) in (0, 1]")
         if self.drafting is not None:
             self._check_drafting()
         if self.deterministic:

@@ -58,7 +58,7 @@ class Scheduler:
     ) -> None:
         self.holdings, self.suspension, self.options = holdings, suspension, options
         self.loops, self.settle, self.fail = loops, settle, fail
-        self.counter = KeyCounter(options.sites, options.retention)
+        self.counter = KeyCounter(options.sites)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.queue: list[Request] = []  # those that wait to run, or to run again, in order
         self.running: dict[str, Request] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from sparse_compile.kernels.dispatch import resolve
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.skinny import survey
 from sparse_compile.passes.weights import named_tensors
 from sparse_compile.runtime.budget import PoolSizes
@@ -25,12 +26,15 @@ DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One attention module: the kind and the reason of each of its calls, in order of loops."""
+    """One attention module: the kind and the reason of each of its calls, in order of loops, and the share of the keys
+    that its consumes keep.
+    """
 
     layer: str
     kinds: tuple[str, ...]
     reasons: tuple[str, ...]
     window: int
+    retention: Retention
 
     @property
     def looped(self) -> bool:
@@ -44,6 +48,8 @@ class LayerRow:
             "kinds": list(self.kinds),
             "reasons": list(self.reasons),
             "window": self.window,
+            "key_retention": float(self.retention.share),
+            "fraction": str(self.retention),
         }
 
 
@@ -75,6 +81,7 @@ class Report:
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
     merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
         and did not, with the reason.
+    retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
@@ -147,7 +154,6 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
     """The report of a compiled model. contexts: numbers of visible tokens to state the expected reads for."""
     program, config = compiled.program, compiled.sparse_config
     item = compiled.dtype.itemsize
-    fraction = config.retention
     skinny, not_skinny = survey(program) if config.skinny_products else (None, ())
     return Report(
         model=type(compiled.model).__name__,
@@ -163,8 +169,11 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         skinny=skinny,
         not_skinny=not_skinny,
         retention={
-            "key_retention": float(fraction),
-            "fraction": f"{fraction.numerator}/{fraction.denominator}",
+            "key_retention": float(max(config.shares)),
+            "fraction": config.retention_text,
+            "keep_first": config.keep_first,
+            "keep_last": config.keep_last,
+            "by_layer": not isinstance(config.retention, Fraction),
             "capture_loop": config.capture_loop,
             "recapture_every": config.recapture_every,
             "enabled": config.enabled,
@@ -186,7 +195,7 @@ def _layers(sites: Iterable[Site]) -> Iterable[LayerRow]:
     for layer, calls in by_layer.items():
         calls.sort(key=lambda site: site.loop)
         kinds, reasons = tuple(site.kind for site in calls), tuple(site.reason for site in calls)
-        yield LayerRow(layer, kinds, reasons, calls[0].window)
+        yield LayerRow(layer, kinds, reasons, calls[0].window, calls[0].retention)
 
 
 def _kv_bytes(site: Site, item: int) -> int:
@@ -201,7 +210,7 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
         whole = visible * _kv_bytes(site, item)
         dense += whole
         if site.kind == "consume" and context >= dense_below:
-            kept = retained_count(context, program.retention.numerator, program.retention.denominator)
+            kept = site.retention.count(context)
             whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
         sparse += whole
     return Reads(context, dense, sparse)
@@ -212,10 +221,9 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     rows, context = compiled.capacity
     if not context:
         return {}
-    retention = (program.retention.numerator, program.retention.denominator)
     asked = config.speculation
     block = 1 if asked is None else asked.rows(program.loops)
-    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, block)
+    sizes = PoolSizes(program.sites, config.key_bucket, config.page_size, compiled.dtype, block)
     tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
     needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}

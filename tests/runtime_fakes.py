@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.engine import Engine, EngineOptions
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.plan import CONSUME, RowPlan
@@ -22,7 +22,7 @@ from sparse_compile.runtime.reference_store import ReferenceStore, StoreSpec
 from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
 
 VOCAB = 24
-RETENTION = (3, 10)
+RETENTION = Retention(3, 10)
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4])
 
 
@@ -33,6 +33,7 @@ class FakeSite:
     heads: int = 4
     kv_heads: int = 2
     window: int = 0
+    retention: Retention = RETENTION
 
 
 SITES = (FakeSite("dense"), FakeSite("capture"), FakeSite("consume"), FakeSite("dense", loops=1, window=3))
@@ -46,10 +47,10 @@ def logits_of(seed: int) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def retained(tokens: Sequence[int], retention: tuple[int, int] = RETENTION) -> list[int]:
+def retained(tokens: Sequence[int], retention: Retention = RETENTION) -> list[int]:
     """Positions of the k "best" keys, ascending."""
     best = sorted(range(len(tokens)), key=lambda j: (-digest((j, tokens[j])), j))
-    return sorted(best[: retained_count(len(tokens), *retention)])
+    return sorted(best[: retention.count(len(tokens))])
 
 
 class FakeExecutor:
