@@ -179,6 +179,12 @@ class Program:
         return max(site.loops for site in self.sites)
 
     @property
+    def last_sites(self) -> tuple[Site, ...]:
+        """Those behind the loop; none in a program that is not rolled."""
+        roll = self.roll
+        return () if roll is None else self.sites[roll.first_site + roll.period * roll.repeats :]
+
+    @property
     def planes(self) -> int:
         return len(self.sites)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from sparse_compile.kernels.retention import retained_count
@@ -27,37 +28,56 @@ class SiteLike(Protocol):
     def loops(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """Query heads of some sites: by window (0: none) of those that always read it whole, and of all consume sites."""
+
+    full: Counter[int]
+    retained: int
+
+    @classmethod
+    def of(cls, sites: Sequence[SiteLike]) -> _Heads:
+        full: Counter[int] = Counter()
+        for site in sites:
+            if site.kind != "consume":
+                full[site.window] += site.heads
+        return cls(full, sum(site.heads for site in sites if site.kind == "consume"))
+
+    def keys(self, position: int, length: int, kept: int) -> tuple[int, int]:
+        """Keys that one row reads at these sites, and keys that it would read were they all dense."""
+        full = sum(
+            heads * (length - (max(0, position - window + 1) if window else 0))
+            for window, heads in self.full.items()
+        )
+        return full + self.retained * kept, full + self.retained * length
+
+
 class KeyCounter:
     """Charges rows to a request's metrics. The unit: one key attended by one query head at one site.
 
     A dense or capture site reads `visible` keys per head, those of a window of W at most W; a consume site
     reads the retained count per head when the row is sparse, and is dense otherwise. At retention 1 both sums
-    agree.
+    agree. last_sites: those behind the loop: a row that drafts goes through them once more.
     """
 
-    def __init__(self, sites: Sequence[SiteLike], retention: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        sites: Sequence[SiteLike],
+        retention: tuple[int, int] | None,
+        last_sites: Sequence[SiteLike] = (),
+    ) -> None:
         self._retention = retention or (1, 1)
-        # window (0: none) -> query heads of all sites that always read it whole
-        self._full: Counter[int] = Counter()
-        self._retained = 0  # query heads of all consume sites
+        self._all, self._last = _Heads.of(sites), _Heads.of(last_sites)
         self._loops = max((site.loops for site in sites), default=1)
-        for site in sites:
-            if site.kind == "consume":
-                self._retained += site.heads
-            else:
-                self._full[site.window] += site.heads
 
-    def charge(self, metrics: RequestMetrics, segment: Segment) -> None:
-        """Adds the rows of `segment` to `metrics`."""
+    def charge(self, metrics: RequestMetrics, segment: Segment, drafted: bool = False) -> None:
+        """Adds the rows of `segment` to `metrics`. drafted: each of them made a draft as well."""
         read = dense = 0
         for position, length in segment.rows():
-            full = sum(
-                heads * (length - (max(0, position - window + 1) if window else 0))
-                for window, heads in self._full.items()
-            )
             kept = retained_count(length, *self._retention) if segment.sparse else length
-            read += full + self._retained * kept
-            dense += full + self._retained * length
+            for heads in (self._all, self._last) if drafted else (self._all,):
+                keys, keys_dense = heads.keys(position, length, kept)
+                read, dense = read + keys, dense + keys_dense
         metrics.loops_run += self._loops * len(segment.tokens)
         metrics.keys_read += read
         metrics.keys_dense += dense

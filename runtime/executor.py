@@ -20,11 +20,14 @@ from ..passes.program import (
     Program,
     depth_mode_input,
 )
+from .blocks import BlockPlan, run_round
 from .compiler import PieceCompiler
 from .kv_pool import KVPool
 from .options import Drafting
 from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
+from .sampler import Drawn
+from .seats import SeatTable
 
 Environment = dict[str, torch.Tensor]
 RunOp = Callable[[CutStage, OpCall, tuple[Any, ...]], torch.Tensor]
@@ -50,7 +53,7 @@ class Executor:
         if program.sparse and store is None:
             raise ValueError("this program captures and consumes: it needs a reference store")
         self.program = program
-        self.device = pool.device
+        self.device, self.store = pool.device, store
         self.compiler = compiler or PieceCompiler(enabled=False)
         cutter = Cutter()
         self.variants = {
@@ -118,6 +121,11 @@ class Executor:
         return self._tail(tail, environment, plan, _call)
 
     @torch.no_grad()
+    def round(self, plan: BlockPlan) -> Drawn:
+        """A whole round of blocks in which every choice is the largest score."""
+        return run_round(self, plan)
+
+    @torch.no_grad()
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 
@@ -140,7 +148,7 @@ class Executor:
     def warm_up(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         loops: int | None = None,
         drafting: Drafting | None = None,
@@ -151,34 +159,36 @@ class Executor:
         counts = self.compiler.one_of_each_kind({1, *rows})
         prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
-        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
+        plans = [(self.prefill, padding_plan(seats.block_table, count, "dense")) for count in prompts]
         if drafting is not None:
-            plans += self._drafting_plans(rows, block_table, kinds, drafting)
+            plans += self._drafting_plans(rows, seats, kinds, drafting)
         elif loops is None:
             plans += [
-                (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
+                (self.decode, padding_plan(seats.block_table, count, kind))
+                for count in counts
+                for kind in kinds
             ]
         steps: list[Callable[[], object]] = [partial(run, plan) for run, plan in plans]
         if loops is None:
             return steps
         for count in counts:
-            plan = padding_plan(block_table, count, "mixed", loops=loops)
+            plan = padding_plan(seats.block_table, count, "mixed", loops=loops)
             steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
         return steps
 
     def _drafting_plans(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         drafting: Drafting,
     ) -> list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]:
-        lines, loops = block_table.shape[0] * drafting.rows, drafting.loops
+        lines, loops = seats.carry_lines, drafting.loops
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = []
         most = max(rows, default=0) * drafting.rows
         for count in self.compiler.one_of_each_kind({1, *range(1, most + 1)}):
             for kind in kinds:
-                plan = padding_plan(block_table, count, kind, loops=loops, carry_lines=lines)
+                plan = padding_plan(seats.block_table, count, kind, loops=loops, carry_lines=lines)
                 if drafting.pipeline:
                     plans.append((self.advance, plan))
                 else:

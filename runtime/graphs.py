@@ -11,25 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
+from .blocks import BlockPlan, padding_blocks
 from .executor import Executor
 from .options import Drafting
 from .plan import ProgramKind, RowPlan, padding_plan
+from .reference_store import ReferenceStore
+from .sampler import Drawn
+from .seats import SeatTable
 
 LEAST_KEYS = 1024  # the narrowest block table of a bucket, in keys
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-Run = Literal["decode", "draft", "verify", "advance"]  # methods of an executor
+Out = TypeVar("Out")
+Run = Literal["decode", "draft", "verify", "advance", "round"]  # methods of an executor
 
 
 @dataclass(frozen=True)
 class BucketKey:
     """What a graph was captured for. captures: per body of a run of rows at any depth; () for others. heads: False for
-    drafts that nobody wants.
+    drafts that nobody wants. width: rows of each block of a round, whose `rows` are blocks.
     """
 
     rows: int
@@ -39,6 +44,7 @@ class BucketKey:
     captures: tuple[bool, ...] = ()
     run: Run = "decode"
     heads: bool = True
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,15 @@ class Bucket:
     graph: torch.cuda.CUDAGraph
     plan: RowPlan
     logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RoundBucket:
+    """The same for a round of blocks, acceptance included: it leaves the tokens, and which of them count."""
+
+    graph: torch.cuda.CUDAGraph
+    plan: BlockPlan
+    drawn: Drawn
 
 
 class GraphExecutor:
@@ -61,6 +76,7 @@ class GraphExecutor:
         self.page_size = page_size
         self.row_buckets = tuple(sorted(rows))
         self.buckets: dict[BucketKey, Bucket] = {}
+        self.round_buckets: dict[BucketKey, RoundBucket] = {}
         self._memory = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     @property
@@ -87,6 +103,20 @@ class GraphExecutor:
     def advance(self, plan: RowPlan) -> torch.Tensor:
         """As `Executor.advance`; the logits are overwritten by the next run."""
         return self._replay("advance", plan)
+
+    def round(self, plan: BlockPlan) -> Drawn:
+        """As `Executor.round`; what was drawn is overwritten by the next run."""
+        rows = self._rows(plan.blocks)
+        if rows is None:
+            return self.inner.round(plan)
+        pages = self._pages(plan.max_length, plan.block_table.shape[1])
+        key = BucketKey(rows, plan.kind, pages, plan.loops, run="round", width=plan.width)
+        bucket = self.round_buckets.get(key) or self.capture_round(key, plan.seats, plan.store)
+        bucket.plan.fill(plan)
+        bucket.graph.replay()
+        drawn, count = bucket.drawn, plan.blocks * plan.width
+        assert drawn.flags is not None
+        return Drawn(drawn.tokens[:count], drawn.logprobs[:count], flags=drawn.flags[:count])
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
@@ -131,16 +161,29 @@ class GraphExecutor:
         table = block_table[:, : key.pages]
         reach = key.pages * self.page_size
         plan = padding_plan(table, key.rows, key.kind, reach, key.loops, carry_lines, key.heads)
+        graph, logits = self._captured(partial(self._run, key, plan), device)
+        self.buckets[key] = Bucket(graph, plan, logits)
+        return self.buckets[key]
+
+    def capture_round(self, key: BucketKey, seats: SeatTable, store: ReferenceStore | None) -> RoundBucket:
+        """As `capture`, of a round over blocks of padding."""
+        assert key.loops is not None
+        reach = key.pages * self.page_size
+        plan = padding_blocks(seats, store, key.pages, (key.rows, key.width), key.loops, key.kind, reach)
+        graph, drawn = self._captured(partial(self.inner.round, plan), seats.device)
+        self.round_buckets[key] = RoundBucket(graph, plan, drawn)
+        return self.round_buckets[key]
+
+    def _captured(self, run: Callable[[], Out], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Out]:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._run(key, plan)
+            run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._run(key, plan)
-        self.buckets[key] = Bucket(graph, plan, logits)
-        return self.buckets[key]
+            made = run()
+        return graph, made
 
     def _run(self, key: BucketKey, plan: RowPlan) -> torch.Tensor:
         if key.run in ("draft", "verify"):
@@ -183,7 +226,9 @@ class GraphExecutor:
             return sorted(found, key=lambda key: (-key.rows, -key.pages))
         heads = (True, False) if drafting.rows > 1 else (False,)
         first = self.keys(range(1, most + 1), table_pages, kinds)
+        widths = range(drafting.rows, 0 if drafting.adaptive else drafting.rows - 1, -1)
         return [
+            *(replace(key, loops=loops, run="round", width=width) for key in first for width in widths),
             *(replace(key, loops=loops, run="draft", heads=one) for key in first for one in heads),
             *(replace(key, loops=self.loops - loops, run="verify") for key in more),
         ]
@@ -191,21 +236,25 @@ class GraphExecutor:
     def warm_up(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         loops: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
-        pages, lines = block_table.shape[1], block_table.shape[0]
+        pages = seats.block_table.shape[1]
         if drafting is None:
             keys = self.keys(rows, pages, kinds, loops)
         else:
-            keys, lines = self.draft_keys(rows, pages, kinds, drafting), lines * drafting.rows
-        return [
-            *self.inner.warm_up((), block_table, ()),
-            *(partial(self.capture, key, block_table, lines) for key in keys if key not in self.buckets),
-        ]
+            keys = self.draft_keys(rows, pages, kinds, drafting)
+        steps: list[Callable[[], object]] = self.inner.warm_up((), seats, ())
+        for key in keys:
+            if key.run == "round":
+                if key not in self.round_buckets:
+                    steps.append(partial(self.capture_round, key, seats, self.inner.store))
+            elif key not in self.buckets:
+                steps.append(partial(self.capture, key, seats.block_table, seats.carry_lines))
+        return steps
 
     def _rows(self, count: int) -> int | None:
         return next((rows for rows in self.row_buckets if rows >= count), None)

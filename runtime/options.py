@@ -42,6 +42,7 @@ class EngineOptions:
     prefill_chunk: int = 256  # rows of one prompt in one step
     dense_below: int = 0  # decode rows with fewer visible keys run dense
     sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
+    last_sites: Sequence[SiteLike] = ()  # those of them behind the loop, which drafts go through as well
     retention: tuple[int, int] | None = None  # (numerator, denominator); None runs everything dense
     async_steps: bool = False  # submit a step before the tokens of the last one are read
     loops_per_step: int | None = (
@@ -63,13 +64,17 @@ class EngineOptions:
             self._check_drafting()
 
     def _check_drafting(self) -> None:
-        for name, off in (("async_steps", False), ("loops_per_step", None)):
-            value = getattr(self, name)
-            if value != off:
-                raise ValueError(
-                    f"{name}={value} cannot be combined with drafting={self.drafting}: a round ends with all its "
-                    f"tokens read; pass {name}={off}"
-                )
+        assert self.drafting is not None
+        if self.loops_per_step is not None:
+            raise ValueError(
+                f"loops_per_step={self.loops_per_step} cannot be combined with drafting={self.drafting}, which says "
+                "which loops run; pass loops_per_step=None"
+            )
+        if self.async_steps and self.drafting.pipeline:
+            raise ValueError(
+                f"async_steps=True cannot be combined with drafting={self.drafting}: a pipeline reads its tokens in "
+                "each step; pass async_steps=False"
+            )
 
     def check_loops(self, loops: int) -> None:
         """Raises ValueError unless a program whose body repeats `loops` times can run what these options ask for."""

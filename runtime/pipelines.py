@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_compile.runtime.blocks import check_logits
 from sparse_compile.runtime.plan import Segment
 from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
 from sparse_compile.runtime.sampler import Drawn, best, draw, largest, processed
 from sparse_compile.runtime.scheduler import Work
-from sparse_compile.runtime.speculation import Speculator, accept_or_draw, check_logits, generators_kept
+from sparse_compile.runtime.speculation import Luck, Speculator, accept_or_draw, generators_kept
 
 if TYPE_CHECKING:
     pass
@@ -205,11 +206,12 @@ class Pipelines(Speculator):
         logs = scores.log_softmax(dim=-1)
         token = best(logs)
         if params.do_sample:
-            behind = [row for row in stage.rows[1:2] if row.chance is not None]
-            chances = [row.chance for row in behind if row.chance is not None]
-            token = accept_or_draw(
-                logs.exp(), [row.token.long() for row in behind], chances, params.generator
-            )
+            luck = Luck.of(1, scores, params.generator)
+            draft, proposal = torch.zeros_like(token), torch.zeros_like(logs)
+            for row in stage.rows[1:2]:
+                if row.chance is not None:
+                    draft, proposal = row.token.long()[None], row.chance
+            token = accept_or_draw(logs.exp(), draft, proposal, luck.keeps, luck.finals)
         drawn.put(number, token[0], logs)
 
     def _draft(self, stage: Stage, logits: torch.Tensor) -> Row | None:

@@ -28,6 +28,7 @@ import torch
 
 from sparse_compile.runtime.fences import CudaFence, Fence, ImmediateFence
 from sparse_compile.runtime.leases import Lease, OutOfSlots, Slot, SlotState, StalePlan, Ticket
+from sparse_compile.runtime.seats import to_device
 from sparse_compile.runtime.store_spec import StoreSpec
 
 __all__ = ["Lease", "OutOfSlots", "ReferenceStore", "SlotState", "StalePlan", "StoreSpec", "Ticket"]
@@ -215,17 +216,26 @@ class ReferenceStore:
                 f"rejected is {rejected.dtype} {tuple(rejected.shape)}, "
                 f"the chains need torch.bool {(len(chains), width)}"
             )
-        for chain in chains:
-            self.check(chain)
-        for lease in (lease for chain in chains for lease in chain):
-            self._slots[lease.slot].doubtful = True
+        self.doubt(lease for chain in chains for lease in chain)
         numbers = [[lease.slot for lease in chain] + [0] * (width - len(chain)) for chain in chains]
         with self._on_stream():
-            table = self._numbers(numbers)
-            dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
-            hit = torch.where(dead, table, 0).flatten()  # the rest hit the dummy slot, which is never valid
-            self.valid.index_fill_(0, hit, False)
-            self.count.index_fill_(0, hit, 0)
+            self.clear_rejected(self._numbers(numbers), rejected)
+
+    def doubt(self, leases: Iterable[Lease]) -> None:
+        """`clear_rejected` is submitted for these leases: from now on only the device knows which are valid."""
+        leases = list(leases)
+        self.check(leases)
+        for lease in leases:
+            self._slots[lease.slot].doubtful = True
+
+    def clear_rejected(self, slots: torch.Tensor, rejected: torch.Tensor) -> None:
+        """The part of `invalidate` that the device does, for runs that are captured: on the current stream, and without
+        a look at leases. slots: int64 [B, K], 0 for none; rejected: bool [B, K].
+        """
+        dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
+        hit = torch.where(dead, slots, 0).flatten()  # the rest hit the dummy slot, which is never valid
+        self.valid.index_fill_(0, hit, False)
+        self.count.index_fill_(0, hit, 0)
 
     def alive(self, row_slot: torch.Tensor) -> torch.Tensor:
         """bool [T] on the device: whether each row's slot is leased and has not been invalidated. row_slot:
@@ -283,7 +293,7 @@ class ReferenceStore:
             self.valid.index_fill_(0, rows, valid)
 
     def _numbers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

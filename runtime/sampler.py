@@ -84,8 +84,12 @@ def draw(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor
 
     The largest of p / q with exponential q is distributed as p: an exponential race.
     """
-    noise = torch.empty_like(probs).exponential_(1, generator=generator)
-    return torch.div(probs, noise, out=noise).argmax(dim=-1, keepdim=True)
+    return race(probs, torch.empty_like(probs).exponential_(1, generator=generator))
+
+
+def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 1]: as `draw`, with the exponential noise [n, vocab] at hand."""
+    return torch.div(probs, noise).argmax(dim=-1, keepdim=True)
 
 
 def finish_reason(request: Request, scores: torch.Tensor | None) -> FinishReason | None:

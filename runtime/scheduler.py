@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparse_compile.runtime.accounting import KeyCounter
+from sparse_compile.runtime.blocks import BlockFacts
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.plan import FROM_DEVICE, Segment
@@ -58,7 +59,7 @@ class Scheduler:
     ) -> None:
         self.holdings, self.suspension, self.options = holdings, suspension, options
         self.loops, self.settle, self.fail = loops, settle, fail
-        self.counter = KeyCounter(options.sites, options.retention)
+        self.counter = KeyCounter(options.sites, options.retention, options.last_sites)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.queue: list[Request] = []  # those that wait to run, or to run again, in order
         self.running: dict[str, Request] = {}
@@ -137,14 +138,13 @@ class Scheduler:
         return works
 
     def _decode_count(self, request: Request) -> int:
-        """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
+        """Rows of a request that decodes: one, or a block. The device cuts off what goes beyond its last token."""
         drafting = self.options.drafting
         if drafting is None or drafting.pipeline:
             return 1
-        rows = min(drafting.rows, request.max_length - request.length)
         if drafting.adaptive and request.pace is not None:
-            rows = min(rows, math.ceil(request.pace) + 1)
-        return rows
+            return min(drafting.rows, math.ceil(request.pace) + 1)
+        return drafting.rows
 
     def _prompt_chunks(self) -> list[Work]:
         works, left = [], self.options.max_prefill_tokens
@@ -184,16 +184,21 @@ class Scheduler:
             loop=request.loop,
         )
 
-    def blocks(self, works: Sequence[Work]) -> list[list[Segment]]:
-        """The rows of a block of each request, under new incarnations of its leases; unknown tokens are FROM_DEVICE."""
-        self.renew([(w.request, line, w.request.computed + line) for w in works for line in range(w.rows)])
-        return [
-            [
-                self.row(work.request, work.request.computed + line, line, wants_logits=line + 1 < work.rows)
-                for line in range(work.rows)
-            ]
-            for work in works
-        ]
+    def block(self, work: Work) -> BlockFacts:
+        """What is known of the next block of a request, under new incarnations of its leases."""
+        request, start = work.request, work.request.computed
+        self.renew([(request, line, start + line) for line in range(work.rows)])
+        sparse = self.holdings.store is not None and self.options.retention is not None
+        return BlockFacts(
+            seat=request.seat,
+            start=FROM_DEVICE if request.unread else start,
+            token=(request.tokens[start : start + 1] or [FROM_DEVICE])[0],
+            rows=work.rows,
+            end=request.max_length - 1,
+            sparse_from=self.options.dense_below if sparse else request.max_length,
+            turn=request.rounds % 2,
+            slots=tuple(lease.slot for lease in request.leases[: work.rows]),
+        )
 
     def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
         """A row of a request that has several under way, at position `at`, under its present lease."""

@@ -12,8 +12,9 @@ seen: keys and values are written again before a row can look at them, reference
 drafted token x is kept with probability min(1, p(x) / q(x)), for q the distribution it was drawn from and p that of the
 whole model; the token in its place is drawn from max(0, p - q). So tokens are distributed as p (Leviathan et al. 2023).
 
-Until the tokens that count are read, at the end of a round, nothing of a request changes but what can be written again:
-a round that fails is repeated.
+All of it is on the device (`runtime/blocks.py`), so a round can be submitted before the host has read the tokens of the
+one before. Here is what the host adds: who takes part, choices that are a request's own, and what the tokens mean once
+they are read. Until then nothing of a request changes but what can be written again: a round that fails is repeated.
 """
 
 from __future__ import annotations
@@ -21,49 +22,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
+from sparse_compile.runtime.blocks import BlockFacts, BlockPlan, build_blocks, run_round
+from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
-from sparse_compile.runtime.sampler import Drawn, best, draw, largest, processed
+from sparse_compile.runtime.sampler import Drawn, best, largest, processed, race
 from sparse_compile.runtime.scheduler import Scheduler, Work
-from sparse_compile.runtime.seats import to_device
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor
-
-NO_DRAFT = -1
-
-
-@dataclass
-class Block:
-    """The rows of one request in a round, as far as they have come."""
-
-    request: Request
-    segments: list[Segment]  # of its rows; fewer when drafting had to stop
-    inputs: list[torch.Tensor] = field(default_factory=list)  # int32 [1]: the token of each row
-    drafts: list[torch.Tensor] = field(
-        default_factory=list
-    )  # int64 [1]: the token drafted behind each but the last
-    chances: list[torch.Tensor] = field(default_factory=list)  # [1, vocab]: what those were drawn from
-    first: int = 0  # its first row in the run that verifies
-
-    @property
-    def live(self) -> bool:
-        """A callback may end any request at any time."""
-        return self.request.state is RequestState.RUNNING
-
-    @property
-    def rows(self) -> int:
-        return len(self.segments)
-
-    def stop(self, rows: int) -> None:
-        """Only the first `rows` remain."""
-        del self.segments[rows:], self.drafts[rows - 1 :], self.chances[rows - 1 :]
 
 
 class Speculator:
@@ -82,109 +55,105 @@ class Speculator:
         self.check, self.drafting = check, scheduler.options.drafting
 
 
-class Rounds(Speculator):
-    """Runs rounds."""
+@dataclass(frozen=True)
+class Luck:
+    """The random numbers of one request in one round: always as many, whatever becomes of its rows."""
 
-    def run(self, works: Sequence[Work], batch: Batch) -> None:
-        """A round of each request. Whatever passes through leaves them as they were."""
-        with generators_kept([work.request for work in works]):
-            rows = self.scheduler.blocks(works)
-            blocks = [Block(work.request, own) for work, own in zip(works, rows, strict=True)]
-            for line in range(max(block.rows for block in blocks)):
-                self._draft([block for block in blocks if block.live and block.rows > line], line)
-            blocks = [block for block in blocks if block.live]
-            if not blocks:
-                return
-            drawn = self._verify(blocks)
-            blocks = [block for block in blocks if block.live]
-            if not blocks:
-                return
-            self._accept(blocks, drawn)
-            reader = TokenReader(drawn)
-            counts = [sum(reader.flag(block.first + n) for n in range(block.rows)) for block in blocks]
-        for block, count in zip(blocks, counts, strict=True):
-            self._commit(block, count, reader, batch)
+    drafts: torch.Tensor  # [rows, vocab] exponential
+    keeps: torch.Tensor  # [rows, 1] uniform
+    finals: torch.Tensor  # [rows, vocab] exponential
 
-    # ------------------------------------------------------------------ draft
+    @classmethod
+    def of(cls, rows: int, scores: torch.Tensor, generator: torch.Generator | None) -> Luck:
+        """scores: [1, vocab], for the dtype and the device."""
+        drafts, finals = (scores.new_empty(rows, scores.shape[1]) for _ in range(2))
+        keeps = scores.new_empty(rows, 1)
+        drafts.exponential_(1, generator=generator)
+        keeps.uniform_(generator=generator)
+        finals.exponential_(1, generator=generator)
+        return cls(drafts, keeps, finals)
 
-    def _draft(self, blocks: Sequence[Block], line: int) -> None:
-        """Row `line` of each block through the first loops, and the token that it makes for the next row."""
-        if not blocks:
-            return
-        plan = self.plans.build([block.segments[line] for block in blocks], loops=self.drafting.loops)
-        self.check(plan)
-        logits = self.executor.draft(plan)
-        check_logits(logits, plan)
-        for block, token in zip(blocks, plan.packed[-1].split(1), strict=True):
-            block.inputs.append(token)
-        drafting = [block for block in blocks if block.segments[line].wants_logits]
-        if not drafting:
-            return
-        tokens = self.propose(drafting, logits, line)
-        seats = torch.tensor([block.request.seat for block in drafting], device="cpu")
-        table = self.scheduler.holdings.seats
-        table.last_token.index_copy_(0, to_device(seats, table.device), tokens)
-        for block, token in zip(drafting, tokens.split(1), strict=True):
-            block.drafts.append(token)
-            block.request.note(token, block.request.length + line)
-            if block.rows == line + 1:
-                block.stop(line + 1)
 
-    def propose(self, blocks: Sequence[Block], logits: torch.Tensor, line: int) -> torch.Tensor:
-        """int64 [len(blocks)]: the tokens drafted behind row `line` of each block.
+@dataclass
+class Block:
+    """One request in a round."""
 
-        A processor that raises ends the drafting of its request: if the token before is accepted, it will be asked
-        again.
+    request: Request
+    rows: int  # fewer when drafting had to stop
+    number: int  # which of the blocks it is
+    luck: Luck | None = None
+    chances: list[torch.Tensor] = field(default_factory=list)  # [1, vocab]: what drafts were drawn from
+
+    @property
+    def live(self) -> bool:
+        """A callback may end any request at any time."""
+        return self.request.state is RequestState.RUNNING
+
+
+class Choices:
+    """Tokens of a round with requests that choose for themselves, or whose scores are kept."""
+
+    def __init__(self, blocks: Sequence[Block], most: int) -> None:
+        """most: rows of a block, at most."""
+        self.blocks, self.most = blocks, most
+
+    def propose(self, logits: torch.Tensor, rows: torch.Tensor, line: int) -> torch.Tensor:
+        """As `Chooser.propose`. A processor that raises ends the drafting of its request: if the token before is
+        accepted, it will be asked again.
         """
         drawn = largest(logits)
-        for row, block in enumerate(blocks):
-            params = block.request.params
-            if not params.own_choice:
+        for block in self.blocks:
+            if not block.live or not block.request.params.own_choice or line + 1 >= block.rows:
                 continue
             try:
-                scores = processed(block.request, logits[row : row + 1], block.request.length + line)
+                token = self._draft(block, logits[block.number : block.number + 1], line)
             except Exception:
-                del block.segments[line + 1 :]
+                stop(block, rows, line + 1)
                 continue
-            token = best(scores)
-            if params.do_sample:
-                block.chances.append(scores.softmax(dim=-1))
-                token = draw(block.chances[-1], params.generator)
-            drawn.tokens[row : row + 1].copy_(token[0])
+            drawn.tokens[block.number : block.number + 1].copy_(token[0])
+        self._give_up(rows)
         return drawn.tokens
 
-    # ------------------------------------------------------------------ verify
-
-    def _verify(self, blocks: Sequence[Block]) -> Drawn:
-        """All rows through the other loops, and the tokens that the whole model chooses behind each."""
-        depth = self.drafting.loops
-        segments: list[Segment] = []
-        for block in blocks:
-            block.first = len(segments)
-            segments += [replace(segment, loop=depth, wants_logits=True) for segment in block.segments]
-        tokens = torch.cat([token for block in blocks for token in block.inputs[: block.rows]])
-        plan = self.plans.build(segments, loops=self.scheduler.loops - depth, tokens=tokens)
-        self.check(plan)
-        logits = self.executor.verify(plan)
-        check_logits(logits, plan)
-        if self.store is not None:
-            self.store.captured(plan.leases)
+    def decide(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor) -> Drawn:
+        """As `Chooser.decide`."""
         drawn = largest(logits)
-        for block in blocks:
-            if block.live and (block.request.params.own_choice or block.request.params.keeps_scores):
-                self._choose(block, drawn, logits)
+        for block in self.blocks:
+            params = block.request.params
+            if block.live and (params.own_choice or params.keeps_scores):
+                self._decide(block, logits, rows, drafts, drawn)
+        self._give_up(rows)
         return drawn
 
-    @staticmethod
-    def _choose(block: Block, drawn: Drawn, logits: torch.Tensor) -> None:
+    def _give_up(self, rows: torch.Tensor) -> None:
+        """The rows of requests that a processor has ended."""
+        for block in self.blocks:
+            if not block.live:
+                stop(block, rows, 0)
+
+    def _draft(self, block: Block, logits: torch.Tensor, line: int) -> torch.Tensor:
+        request, params = block.request, block.request.params
+        scores = processed(request, logits, request.length + line)
+        token = best(scores)
+        if params.do_sample:
+            block.chances.append(scores.softmax(dim=-1))
+            token = race(block.chances[-1], self._luck(block, scores).drafts[line : line + 1])
+        if params.processor is not None:
+            request.note(token[0], request.length + line)
+        return token
+
+    def _decide(
+        self, block: Block, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, drawn: Drawn
+    ) -> None:
         """The request's own choice behind each of its rows, up to the first where a processor raises."""
-        request, params, scores = block.request, block.request.params, []
+        request, params = block.request, block.request.params
+        first, scores = block.number * rows.shape[2], []
         for line in range(block.rows):
-            row = block.first + line
+            row = first + line
             try:
                 scores.append(processed(request, logits[row : row + 1], request.length + line))
             except Exception as error:
                 drawn.errors[row] = error
+                stop(block, rows, line + 1)
                 break
             if params.keeps_scores:
                 drawn.kept[row] = logits[row].clone(), scores[-1][0].clone()
@@ -193,89 +162,150 @@ class Rounds(Speculator):
         logs = torch.cat(scores).log_softmax(dim=-1)
         tokens = best(logs)
         if params.do_sample:
-            tokens = accept_or_draw(logs.exp(), block.drafts, block.chances, params.generator)
-        at = slice(block.first, block.first + len(scores))
+            tokens = self._draw(block, logs.exp(), rows[2, block.number] > 0, drafts[block.number])
+        at = slice(first, first + len(scores))
         drawn.tokens[at].copy_(tokens[:, 0])
         drawn.logprobs[at].copy_(logs.gather(1, tokens)[:, 0])
 
-    # ------------------------------------------------------------------ accept
+    def _draw(
+        self, block: Block, target: torch.Tensor, active: torch.Tensor, drafts: torch.Tensor
+    ) -> torch.Tensor:
+        """int64 [n, 1] by target [n, vocab]. active: bool [width]; drafts: int64 [width - 1]."""
+        count, luck = target.shape[0], self._luck(block, target[:1])
+        tokens, proposal = torch.zeros_like(target[:, :1], dtype=torch.int64), torch.zeros_like(target)
+        drafted = min(count, len(block.chances))
+        if drafted:
+            tokens[:drafted, 0] = drafts[:drafted]
+            # Where there is no row behind, nothing was drafted: the token is the target's.
+            behind = torch.cat((active[1:], torch.zeros_like(active[:1])))[:drafted, None]
+            proposal[:drafted] = torch.where(behind, torch.cat(block.chances[:drafted]), 0)
+        return accept_or_draw(target, tokens, proposal, luck.keeps[:count], luck.finals[:count])
 
-    def _accept(self, blocks: Sequence[Block], drawn: Drawn) -> None:
-        """On the device: which tokens count, the newest of each request for its seat, and what is invalid now."""
-        device, width = drawn.tokens.device, max(block.rows for block in blocks)
-        places = [[block.first + min(n, block.rows - 1) for n in range(width)] for block in blocks]
-        table = to_device(torch.tensor(places, device="cpu"), device)  # [B, width] rows of `drawn`
-        none = torch.full((1,), NO_DRAFT, device=device)
-        drafts = torch.cat([token for block in blocks for token in self._drafts(block, drawn, none, width)])
-        foreseen = drawn.tokens[table] == drafts.view(-1, width)
-        ahead = foreseen.to(torch.int64).cumprod(dim=1)[:, :-1]  # none from the last row of a block on
-        counts = torch.cat((torch.ones_like(table[:, :1]), ahead), dim=1)
-        # A row that is in the table more than once is the last of its block, and only the first place can count.
-        drawn.flags = torch.zeros_like(drawn.tokens).scatter_add_(0, table.flatten(), counts.flatten())
-        newest = table.gather(1, counts.sum(dim=1, keepdim=True) - 1)[:, 0]
-        seats = self.scheduler.holdings.seats
-        lines = to_device(torch.tensor([block.request.seat for block in blocks], device="cpu"), device)
-        seats.last_token.index_copy_(0, lines, drawn.tokens[newest])
+    def _luck(self, block: Block, scores: torch.Tensor) -> Luck:
+        if block.luck is None:
+            block.luck = Luck.of(self.most, scores, block.request.params.generator)
+        return block.luck
+
+
+def stop(block: Block, rows: torch.Tensor, count: int) -> None:
+    """Only the first `count` rows of a block remain. rows: int32 [8, B, width]."""
+    block.rows = min(block.rows, count)
+    rows[:, block.number, count:].zero_()
+
+
+class Rounds(Speculator):
+    """Runs rounds."""
+
+    def run(self, works: Sequence[Work], batch: Batch) -> None:
+        """A round of each request. Whatever passes through leaves them as they were."""
+        with generators_kept([work.request for work in works]):
+            blocks = [Block(work.request, work.rows, number) for number, work in enumerate(works)]
+            plan = self._plan(works)
+            reader = TokenReader(self._submit(plan, blocks))
+        for block, work in zip(blocks, works, strict=True):
+            if block.live:
+                self._file(block, work.rows, reader, plan.width, batch)
+
+    def _plan(self, works: Sequence[Work]) -> BlockPlan:
+        facts = [self.scheduler.block(work) for work in works]
+        spans = [_span(work) for work in works]
+        leases = [work.request.leases[: work.rows] for work in works]
         if self.store is not None:
-            self.store.invalidate([block.request.leases[: block.rows] for block in blocks], counts == 0)
+            self.store.doubt(lease for own in leases for lease in own)
+        seats, longest = self.scheduler.holdings.seats, max(most for _, most in spans)
+        return build_blocks(
+            seats, self.store, facts, self.drafting.loops, _kind(facts, spans), longest, leases
+        )
 
-    @staticmethod
-    def _drafts(block: Block, drawn: Drawn, none: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
-        """The token drafted behind each row, up to `width` rows; none behind the last row and one that has an error."""
-        for line in range(width):
-            known = line + 1 < block.rows and block.first + line not in drawn.errors
-            yield block.drafts[line] if known else none
+    def _submit(self, plan: BlockPlan, blocks: Sequence[Block]) -> Drawn:
+        if any(block.request.params.own_choice or block.request.params.keeps_scores for block in blocks):
+            chooser = Choices(blocks, self.drafting.rows)
+            drawn = run_round(self.executor, plan, chooser, partial(self._check, blocks))
+        else:
+            drawn = self.executor.round(plan)
+        if self.store is not None:
+            live = [own for block, own in zip(blocks, plan.leases, strict=True) if block.live]
+            self.store.captured(lease for own in live for lease in own)
+        return drawn
 
-    def _commit(self, block: Block, count: int, reader: TokenReader, batch: Batch) -> None:
-        """Files the `count` tokens that a round gave a request."""
+    def _check(self, blocks: Sequence[Block], plan: RowPlan) -> None:
+        """Leases of requests that a callback has ended meanwhile are not current any more, and their rows are given up."""
+        ended = {block.request.id for block in blocks if not block.live}
+        self.check(replace(plan, leases=tuple(one for one in plan.leases if one.request not in ended)))
+
+    # ------------------------------------------------------------------ tokens
+
+    def _file(self, block: Block, rows: int, reader: TokenReader, width: int, batch: Batch) -> None:
+        """A round of a request is submitted. Nothing here may fail: it cannot be repeated any more."""
+        request = block.request
+        request.rounds += 1
+        request.unread += 1
+        request.ahead += rows
+        if request.params.processor is not None:
+            batch.at_once = True  # it must be told how many tokens there are
+        settle = partial(self._settle, block, rows, reader, width, batch)
+        batch.entries.append(Entry(request, settle=settle))
+
+    def _settle(self, block: Block, rows: int, reader: TokenReader, width: int, batch: Batch) -> list[Entry]:
+        """The tokens that a round gave a request, now that they can be read."""
         request, metrics, drawn = block.request, block.request.metrics, reader.drawn
-        rows = range(block.first, block.first + count)
-        for row in rows:
-            batch.entries.append(
-                Entry(request, reader=reader, row=row, error=drawn.errors.get(row), in_round=True)
-            )
-        request.ending = any(row in drawn.errors for row in rows)
+        first, start = block.number * width, request.computed
+        count = sum(reader.flag(first + line) for line in range(width))
+        request.unread -= 1
+        request.ahead -= rows
         request.computed += count
-        request.sampled(drawn.tokens[rows.start : rows.stop])
-        request.pace = count if request.pace is None else (request.pace + count) / 2
+        request.sampled(drawn.tokens[first : first + count])
+        before = request.paces[1]
+        request.paces = before, count if before is None else (before + count) / 2
+        done = min(block.rows, request.max_length - 1 - start)
         metrics.rounds += 1
-        metrics.drafted_tokens += len(block.drafts)
+        metrics.waiting_rounds += batch.at_once and self.scheduler.options.async_steps
+        metrics.drafted_tokens += done - 1
         metrics.accepted_tokens += count - 1
-        for segment in block.segments:
-            self.scheduler.counter.charge(metrics, segment)
+        for line in range(done):
+            segment = self.scheduler.row(request, start + line, line, wants_logits=False)
+            self.scheduler.counter.charge(metrics, segment, drafted=line + 1 < done)
+        entries = []
+        for row in range(first, first + count):
+            error = drawn.errors.get(row)
+            request.ending |= error is not None
+            entries.append(Entry(request, reader=reader, row=row, error=error, in_round=True))
+        return entries
+
+
+def _span(work: Work) -> tuple[int, int]:
+    """Keys that the first row of a block sees at least, and its last one at most, as far as the host knows."""
+    request = work.request
+    most = request.computed + request.ahead + work.rows
+    return request.computed + request.unread + 1, min(most, request.max_length - 1)
+
+
+def _kind(facts: Sequence[BlockFacts], spans: Sequence[tuple[int, int]]) -> ProgramKind:
+    """What the rows of a round are; "mixed" where the host cannot tell."""
+    pairs = list(zip(facts, spans, strict=True))
+    if all(least >= block.sparse_from for block, (least, _) in pairs):
+        return "sparse"
+    return "dense" if all(most < block.sparse_from for block, (_, most) in pairs) else "mixed"
 
 
 def accept_or_draw(
     target: torch.Tensor,
-    drafts: Sequence[torch.Tensor],
-    chances: Sequence[torch.Tensor],
-    generator: torch.Generator | None,
+    drafts: torch.Tensor,
+    proposal: torch.Tensor,
+    keeps: torch.Tensor,
+    finals: torch.Tensor,
 ) -> torch.Tensor:
     """int64 [n, 1]: the drafted token of each row where it is accepted, else one from what the draft has left over.
 
-    target: [n, vocab] probabilities. drafts: int64 [1] and chances: [1, vocab] of n - 1 rows at least; a row without a
-    draft takes its token from the target.
+    target, proposal: [n, vocab] probabilities; all 0 in the proposal of a row without a draft, which takes its token
+    from the target. drafts: int64 [n, 1]. keeps: [n, 1] uniform; finals: [n, vocab] exponential.
     """
-    rows = target.shape[0]
-    drafts, chances = list(drafts[:rows]), list(chances[:rows])
-    if len(drafts) < rows:
-        drafts.append(torch.zeros(1, dtype=torch.int64, device=target.device))
-        chances.append(torch.zeros_like(target[:1]))
-    tokens, proposal = torch.cat(drafts)[:, None], torch.cat(chances).nan_to_num(nan=0.0)
-    p, q = target.gather(1, tokens), proposal.gather(1, tokens)
-    luck = torch.empty_like(p).uniform_(generator=generator)
-    accepted = (luck * q < p) & (q > 0)
+    proposal = proposal.nan_to_num(nan=0.0)
+    p, q = target.gather(1, drafts), proposal.gather(1, drafts)
+    accepted = (keeps * q < p) & (q > 0)
     rest = (target - proposal).clamp(min=0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)  # both are the same, up to rounding
-    return torch.where(accepted, tokens, draw(rest, generator))
-
-
-def check_logits(logits: torch.Tensor, plan: RowPlan) -> None:
-    """Raises RuntimeError unless an executor gave a row of logits for each that was asked for."""
-    if logits.dim() != 2 or logits.shape[0] != plan.logit_rows.shape[0]:
-        raise RuntimeError(
-            f"the executor gave logits {tuple(logits.shape)} for {plan.logit_rows.shape[0]} rows"
-        )
+    return torch.where(accepted, drafts, race(rest, finals))
 
 
 @contextmanager

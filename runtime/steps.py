@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_compile.runtime.blocks import check_logits
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.pipelines import Pipelines
 from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
@@ -18,7 +19,7 @@ from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
 from sparse_compile.runtime.sampler import choose, largest
 from sparse_compile.runtime.scheduler import Scheduler, Work
-from sparse_compile.runtime.speculation import Rounds, check_logits
+from sparse_compile.runtime.speculation import Rounds
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor

@@ -51,6 +51,7 @@ class Suspension:
     def suspend(self, request: Request) -> None:
         """RUNNING -> SUSPENDED, resident."""
         assert len(request.tokens) == request.length, "a token is still on its way"
+        assert not request.unread, "a round is still on its way"
         carried = self.executor.save(request.seat) if request.loop else ()
         if request.flight is not None:
             request.flight.afloat = False  # its rows will be run again

@@ -86,8 +86,6 @@ def check_speculation(
     if loops_per_step is not None:
         limit = "cannot be combined with speculation, whose rounds say which loops run"
         raise ArgumentError("loops_per_step", loops_per_step, limit, "pass loops_per_step=None")
-    if async_steps:
-        limit = (
-            "cannot be combined with speculation: the tokens of a round are read before the next one begins"
-        )
+    if async_steps and asked.mode == "pipeline":
+        limit = "cannot be combined with pipelines, which read their tokens in each step"
         raise ArgumentError("async_steps", True, limit, "leave async_steps out")

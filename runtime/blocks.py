@@ -1,0 +1,246 @@
+"""Rounds of self-speculation on the device: drafting, verification and acceptance without the host.
+
+The host knows where a block of rows may begin, not where it does: that depends on how many tokens of the round before
+it counted, which nobody has read. So a plan gives each block a line of facts that the host is sure of, and the rows are
+made of them on the device, from the position and the token that the last round has left there (`SeatTable.reached`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sparse_compile.runtime.leases import Lease
+from sparse_compile.runtime.plan import CONSUME, DENSE, FROM_DEVICE, ProgramKind, RowPlan
+from sparse_compile.runtime.reference_store import ReferenceStore
+from sparse_compile.runtime.sampler import Drawn, largest
+from sparse_compile.runtime.seats import SeatTable, to_device
+
+# Rows of `RowPlan.packed` that are written here by name.
+_LENGTH, _LOOP, _SLOT, _TOKEN = 2, 3, 4, 7
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """What the host knows of one block.
+
+    start: position of the first row; FROM_DEVICE where a round before it is not read, and then `token` is too.
+    token: of the first row; FROM_DEVICE with a known start: the newest one of the seat.
+    """
+
+    seat: int
+    start: int
+    token: int
+    rows: int
+    end: int  # positions from here on have no row: their token would be one too many
+    sparse_from: int  # rows with fewer visible keys are dense
+    turn: int  # 0 and 1 in turn: where `SeatTable.reached` is read; the other one is written
+    slots: tuple[int, ...] = ()  # of the reference store, one per row
+
+    def column(self, width: int) -> tuple[int, ...]:
+        slots = (*self.slots, *(0,) * (width - len(self.slots)))
+        return self.seat, self.start, self.token, self.rows, self.end, self.sparse_from, self.turn, *slots
+
+
+FACTS = 7  # of a block, before its slots
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Blocks of up to `width` rows, one of each request. A block of no rows is padding."""
+
+    seats: SeatTable
+    store: ReferenceStore | None
+    block_table: torch.Tensor  # that of the seats, or its first pages
+    table: torch.Tensor  # int32 [FACTS + width, B]: columns of BlockFacts
+    width: int
+    loops: int  # bodies of a draft
+    kind: ProgramKind
+    max_length: int  # visible keys of the longest row, at most
+    leases: tuple[tuple[Lease, ...], ...] = ()  # of each block's rows that may be sparse
+
+    @property
+    def blocks(self) -> int:
+        return self.table.shape[1]
+
+    def fill(self, other: BlockPlan) -> None:
+        """Takes over the blocks of `other`; the rest is padding."""
+        self.table[:, other.blocks :].zero_()
+        self.table[:, : other.blocks].copy_(other.table, non_blocking=True)
+
+    def rows(self) -> torch.Tensor:
+        """int32 [8, B, width]: the columns of `RowPlan.packed`, all 0 for rows that there is nothing to run for. Tokens
+        of all rows but the first are still to come.
+        """
+        seat, start, token, rows, end, sparse_from, turn = (row[:, None] for row in self.table[:FACTS])
+        turns, seats = turn.long(), seat.long()
+        unread = start == FROM_DEVICE
+        newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seats], token)
+        start = torch.where(unread, self.seats.reached[turns, 0, seats], start)
+        newest = torch.where(unread, self.seats.reached[turns, 1, seats], newest)
+        line = torch.arange(self.width, device=self.table.device)
+        position = start + line
+        active = (line < rows) & (position < end)
+        sparse = position + 1 >= sparse_from
+        columns = (
+            seat,
+            position,
+            position + 1,
+            torch.zeros_like(seat),
+            self.table[FACTS:].t() * sparse,
+            torch.where(sparse, CONSUME, DENSE),
+            self.seats.carry_line(seat, line),
+            newest * (line == 0),
+        )
+        return torch.stack([column.expand_as(active) for column in columns]).int() * active
+
+    def line(self, rows: torch.Tensor, number: int) -> RowPlan:
+        """The `number`-th row of each block through the first bodies; logits of all, but for the last row."""
+        heads = self.blocks if number + 1 < self.width else 0
+        leases = tuple(lease for block in self.leases for lease in block[number : number + 1])
+        return self._plan(rows[:, :, number].contiguous(), heads, self.loops, 0, leases)
+
+    def whole(self, rows: torch.Tensor, loops: int) -> RowPlan:
+        """All rows through the last `loops` bodies."""
+        rows = rows.clone()
+        rows[_LOOP] = torch.where(rows[_LENGTH] > 0, self.loops, 0)
+        leases = tuple(lease for block in self.leases for lease in block)
+        return self._plan(rows.flatten(1), rows[0].numel(), loops, self.loops, leases)
+
+    def _plan(
+        self, packed: torch.Tensor, heads: int, loops: int, depth: int, leases: tuple[Lease, ...]
+    ) -> RowPlan:
+        return RowPlan(
+            block_table=self.block_table,
+            packed=packed,
+            logit_rows=torch.arange(heads, device=packed.device),
+            kind=self.kind,
+            max_length=self.max_length,
+            leases=leases,
+            loops=loops,
+            depths=frozenset({depth}),
+            carry_lines=self.seats.carry_lines,
+        )
+
+
+def build_blocks(
+    seats: SeatTable,
+    store: ReferenceStore | None,
+    facts: Sequence[BlockFacts],
+    loops: int,
+    kind: ProgramKind,
+    max_length: int,
+    leases: Sequence[Sequence[Lease]],
+) -> BlockPlan:
+    """The plan of a round; as wide as the longest of its blocks."""
+    width = max(block.rows for block in facts)
+    columns = torch.tensor([block.column(width) for block in facts], dtype=torch.int32, device="cpu")
+    table = to_device(columns.t().contiguous(), seats.device)
+    own = tuple(tuple(block) for block in leases)
+    return BlockPlan(seats, store, seats.block_table, table, width, loops, kind, max_length, own)
+
+
+def padding_blocks(
+    seats: SeatTable,
+    store: ReferenceStore | None,
+    pages: int,
+    shape: tuple[int, int],
+    loops: int,
+    kind: ProgramKind,
+    max_length: int,
+) -> BlockPlan:
+    """shape: (blocks, rows of each). To capture over, with the first `pages` of the block table."""
+    blocks, width = shape
+    table = torch.zeros(FACTS + width, blocks, dtype=torch.int32, device=seats.device)
+    return BlockPlan(seats, store, seats.block_table[:, :pages], table, width, loops, kind, max_length)
+
+
+class Chooser(Protocol):
+    """Picks the tokens of a round. rows: what `BlockPlan.rows` gave; rows that are set to 0 are given up."""
+
+    def propose(self, logits: torch.Tensor, rows: torch.Tensor, line: int) -> torch.Tensor:
+        """int64 [B]: the tokens drafted behind the `line`-th row of each block. logits: [B, vocab]."""
+        ...
+
+    def decide(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor) -> Drawn:
+        """The choice of the whole model behind every row. logits: [B * width, vocab]; drafts: int64 [B, width - 1]."""
+        ...
+
+
+class Largest:
+    """The largest scores, as they are."""
+
+    def propose(self, logits: torch.Tensor, rows: torch.Tensor, line: int) -> torch.Tensor:
+        return largest(logits).tokens
+
+    def decide(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor) -> Drawn:
+        return largest(logits)
+
+
+class Drafter(Protocol):
+    """As much of an executor as a round needs."""
+
+    @property
+    def loops(self) -> int: ...
+    def draft(self, plan: RowPlan) -> torch.Tensor: ...
+    def verify(self, plan: RowPlan) -> torch.Tensor: ...
+
+
+def run_round(
+    executor: Drafter,
+    plan: BlockPlan,
+    chooser: Chooser | None = None,
+    check: Callable[[RowPlan], None] | None = None,
+) -> Drawn:
+    """Submits a round; nothing is read. The tokens behind all rows, those of a block side by side; flags: which count.
+
+    Until its very end a round changes nothing that it reads, so that it can be repeated.
+    """
+    chooser = chooser or Largest()
+    rows, drafts = plan.rows(), []
+    for line in range(plan.width):
+        logits = _run(executor.draft, plan.line(rows, line), check)
+        if line + 1 < plan.width:
+            drafts.append(chooser.propose(logits, rows, line))
+            rows[_TOKEN, :, line + 1] = drafts[-1] * (rows[_LENGTH, :, line + 1] > 0)
+    logits = _run(executor.verify, plan.whole(rows, executor.loops - plan.loops), check)
+    drafted = torch.stack(drafts, dim=1) if drafts else rows.new_zeros(plan.blocks, 0)
+    drawn = chooser.decide(logits, rows, drafted)
+    accept(plan, rows, drawn, drafted)
+    return drawn
+
+
+def _run(
+    run: Callable[[RowPlan], torch.Tensor], plan: RowPlan, check: Callable[[RowPlan], None] | None
+) -> torch.Tensor:
+    if check is not None:
+        check(plan)
+    logits = run(plan)
+    check_logits(logits, plan)
+    return logits
+
+
+def check_logits(logits: torch.Tensor, plan: RowPlan) -> None:
+    """Raises RuntimeError unless an executor gave a row of logits for each that was asked for."""
+    if logits.dim() != 2 or logits.shape[0] != plan.logit_rows.shape[0]:
+        raise RuntimeError(
+            f"the executor gave logits {tuple(logits.shape)} for {plan.logit_rows.shape[0]} rows"
+        )
+
+
+def accept(plan: BlockPlan, rows: torch.Tensor, drawn: Drawn, drafts: torch.Tensor) -> None:
+    """Which tokens count, what is invalid now, and where the next round of each request begins."""
+    tokens, active = drawn.tokens.view(plan.blocks, plan.width), rows[_LENGTH] > 0
+    foreseen = (tokens[:, :-1] == drafts) & active[:, 1:]
+    counts = torch.cat((torch.ones_like(tokens[:, :1]), foreseen.long().cumprod(dim=1)), dim=1)
+    drawn.flags = counts.flatten()
+    if plan.store is not None:
+        plan.store.clear_rejected(rows[_SLOT].long(), counts == 0)
+    total = counts.sum(dim=1, keepdim=True)
+    newest = tokens.gather(1, total - 1)[:, 0]
+    seat, turn = plan.table[0].long(), plan.table[FACTS - 1].long()
+    reached = torch.stack((rows[1, :, 0] + total[:, 0], newest), dim=1)  # [B, 2]
+    plan.seats.reached[1 - turn, :, seat] = reached

@@ -1,0 +1,201 @@
+"""Rounds that are submitted before the ones before them are read: the same tokens, the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_fakes import PROMPTS, generate, greedy, make_engine, oracle, run_all, tokens_of
+from test_engine_models import NEW, compiled, disturb, plain_tokens, run
+from test_engine_models import PROMPTS as MODEL_PROMPTS
+from test_engine_models import make_engine as make_model_engine
+from test_speculation import fake_engine, model_outputs, precise, script, watch_references
+
+from sparse_compile.runtime.engine import Engine
+from sparse_compile.runtime.options import Drafting
+from sparse_compile.runtime.request import SamplingParams, StepOutput
+
+
+@pytest.mark.parametrize("loops", [1, 2, -1])
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_asynchronous_blocks_give_the_tokens_of_ordinary_decoding(
+    name: str, retention: float, loops: int
+) -> None:
+    """Of requests that arrive while others run; and the numbers of synchronous blocks."""
+    model = compiled(name, retention)
+    loops = model.program.roll.repeats if loops == -1 else loops
+    for rows in (1, 2, 4, 7):
+        looks = []
+        for async_steps in (False, True):
+            engine = make_model_engine(model, drafting=Drafting(loops, rows), async_steps=async_steps)
+            outputs = model_outputs(engine)
+            assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
+            assert engine.pool.held_pages == 0
+            looks.append(numbers(engine, "012"))
+        assert looks[0] == looks[1]
+
+
+def numbers(engine: Engine, names: str) -> list[dict[str, Any]]:
+    """The metrics of requests, without times."""
+    return [
+        {key: value for key, value in asdict(engine.metrics(name)).items() if not key.endswith("_s")}
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2])
+def test_in_float64_with_a_scripted_drafter_and_its_references(wrong: int | None) -> None:
+    """The rows that count leave the references of ordinary decoding, slot for slot."""
+    model, answers = precise("ouro")
+    found = []
+    for options in ({}, {"drafting": Drafting(1, 4), "async_steps": True}):
+        engine = make_model_engine(model, **options)
+        if options:
+            script(engine, {str(n): one for n, one in enumerate(answers)}, lambda line: line == wrong)
+        found.append(watch_references(engine))
+        outputs = model_outputs(engine)
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == answers
+    assert engine.metrics().mean_accepted_length == (3 if wrong is None else wrong + 1)
+    for n, prompt in enumerate(MODEL_PROMPTS):
+        for at in range(NEW - 1):
+            (index, count, *ordinary), (our_index, our_count, *ours) = (
+                one[str(n), len(prompt) + at] for one in found
+            )
+            assert torch.equal(count, our_count)
+            for site, kept in enumerate(count.tolist()):
+                assert torch.equal(index[site, :, :kept], our_index[site, :, :kept])
+            for one, other in zip(ordinary, ours, strict=True):
+                torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["resident", "offloaded", "converted"])
+def test_suspended_at_any_time(mode: str) -> None:
+    engine = make_model_engine(compiled("ouro", 0.3), drafting=Drafting(2, 3), async_steps=True)
+    for n, prompt in enumerate(MODEL_PROMPTS):
+        engine.add_request(prompt, SamplingParams(NEW), str(n))
+    outputs: dict[str, list[StepOutput]] = {}
+    for step in range(5):
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        disturb(engine, str(step % 3), mode)
+    run(engine, outputs)
+    assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens("ouro", 0.3)
+
+
+def test_a_second_round_is_submitted_before_the_first_is_read() -> None:
+    engine = fake_engine(Drafting(1, 4), async_steps=True)
+    engine.add_request(PROMPTS[0], greedy(20), "a")
+    unread = []
+    submit = engine.executor.round
+
+    def watched(plan: Any) -> Any:
+        unread.append(engine.scheduler.requests["a"].unread)
+        return submit(plan)
+
+    engine.executor.round = watched  # type: ignore[method-assign]
+    assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[0], 20, True)
+    assert unread == [0] + [1] * (len(unread) - 1)
+    assert engine.metrics().waiting_rounds == 0
+
+
+def test_requests_with_a_processor_are_read_at_once_and_counted() -> None:
+    def biased(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 3 == ids.shape[1] % 3, -torch.inf)
+
+    wanted = generate(fake_engine(None), [PROMPTS[0]], 9, processor=biased)[0]
+    engine = fake_engine(Drafting(1, 4), async_steps=True)
+    engine.add_request(PROMPTS[0], greedy(9, processor=biased), "a")
+    engine.add_request(PROMPTS[1], greedy(30), "b")
+    outputs = run_all(engine)
+    assert tokens_of(outputs["a"]) == wanted
+    assert tokens_of(outputs["b"]) == oracle(PROMPTS[1], 30, True)
+    mine, other = engine.metrics("a"), engine.metrics("b")
+    assert mine.waiting_rounds == mine.rounds > 0
+    assert 0 < other.waiting_rounds < other.rounds  # while the two run together
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drafting=st.builds(Drafting, st.integers(1, 3), st.integers(1, 5), st.booleans()),
+    news=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    below=st.integers(0, 20),
+    seats=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_draws_are_those_of_synchronous_rounds(
+    drafting: Drafting, news: list[int], below: int, seats: int, seed: int
+) -> None:
+    """Token for token, whoever runs beside a request, with blocks of any length and a few seats for all."""
+    seen = []
+    for async_steps in (False, True):
+        engine = fake_engine(drafting, async_steps=async_steps, dense_below=below, max_seqs=seats)
+        outputs: dict[str, list[StepOutput]] = {}
+        for n, (prompt, new) in enumerate(zip(PROMPTS, news, strict=False)):
+            generator = torch.Generator().manual_seed(seed + n)
+            engine.add_request(prompt, greedy(new, do_sample=n % 3 != 1, generator=generator), str(n))
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        for name, more in run_all(engine).items():
+            outputs.setdefault(name, []).extend(more)
+        names = "0123"[: len(news)]
+        seen.append(([tokens_of(outputs[name]) for name in names], numbers(engine, names)))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_round_that_fails_is_repeated_while_another_one_is_unread(when: str, interrupt: bool) -> None:
+    engine, executor = make_engine(slots=64, drafting=Drafting(1, 3), async_steps=True)
+    params = {"do_sample": True}
+    wanted = []
+    for n, prompt in enumerate(PROMPTS):
+        alone = fake_engine(Drafting(1, 3))
+        alone.add_request(prompt, greedy(9, **params, generator=torch.Generator().manual_seed(n)), "a")
+        wanted.append(tokens_of(run_all(alone)["a"]))
+        engine.add_request(prompt, greedy(9, **params, generator=torch.Generator().manual_seed(n)), str(n))
+    outputs: dict[str, list[StepOutput]] = {}
+    for count in range(100):
+        if not engine.has_unfinished():
+            break
+        error: BaseException = KeyboardInterrupt() if interrupt else RuntimeError("once")
+        executor.fault = (when, error) if count % 2 else None
+        try:
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        except KeyboardInterrupt:
+            assert interrupt
+        engine.check_integrity()
+    assert not executor.broken
+    assert [tokens_of(outputs[str(n)]) for n in range(4)] == wanted
+
+
+def test_drafts_are_charged_for_the_layers_behind_the_loop() -> None:
+    """A model with such layers reads their keys once more for each draft."""
+    model = compiled("dory", 1.0)
+    found = []
+    for last in (model.program.last_sites, ()):
+        engine = make_model_engine(model, drafting=Drafting(1, 4), last_sites=last)
+        model_outputs(engine)
+        found.append(engine.metrics())
+    assert len(model.program.last_sites) > 0
+    assert found[0].drafted_tokens == found[1].drafted_tokens > 0
+    more = found[0].keys_read - found[1].keys_read
+    heads = sum(site.heads for site in model.program.last_sites)
+    assert more % heads == 0
+    assert more // heads > found[0].drafted_tokens  # each draft saw several keys
+
+
+def test_a_block_ends_where_its_request_does() -> None:
+    """Whatever the rounds before it gave: no row beyond the last token, and no page for one."""
+    drafting = Drafting(3, 7)
+    for new in range(1, 12):
+        engine = fake_engine(drafting, async_steps=True, max_context=len(PROMPTS[0]) + new)
+        engine.add_request(PROMPTS[0], greedy(new), "a")
+        assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[0], new, True)
+        longest = max(int(plan.row_length.max()) for plan in engine.executor.plans)  # type: ignore[attr-defined]
+        assert longest == len(PROMPTS[0]) + new - 1
