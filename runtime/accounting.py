@@ -57,28 +57,35 @@ class KeyCounter:
 
     A dense or capture site reads `visible` keys per head, those of a window of W at most W; a consume site
     reads the retained count per head when the row is sparse, and is dense otherwise. At retention 1 both sums
-    agree. last_sites: those behind the loop: a row that drafts goes through them once more.
+    agree. body_sites, last_sites: see EngineOptions.
     """
 
     def __init__(
         self,
         sites: Sequence[SiteLike],
         retention: tuple[int, int] | None,
+        body_sites: Sequence[Sequence[SiteLike]] = (),
         last_sites: Sequence[SiteLike] = (),
     ) -> None:
         self._retention = retention or (1, 1)
         self._all, self._last = _Heads.of(sites), _Heads.of(last_sites)
+        self._bodies = [_Heads.of(body) for body in body_sites]
         self._loops = max((site.loops for site in sites), default=1)
 
-    def charge(self, metrics: RequestMetrics, segment: Segment, drafted: bool = False) -> None:
-        """Adds the rows of `segment` to `metrics`. drafted: each of them made a draft as well."""
+    def charge(
+        self, metrics: RequestMetrics, segment: Segment, drafted: bool = False, loops: int | None = None
+    ) -> None:
+        """Adds the rows of `segment` to `metrics`. drafted: each of them made a draft as well. loops: that they have
+        gone through, and nothing behind them; None for the whole model.
+        """
+        parts = [self._all] if loops is None else self._bodies[:loops]
         read = dense = 0
         for position, length in segment.rows():
             kept = retained_count(length, *self._retention) if segment.sparse else length
-            for heads in (self._all, self._last) if drafted else (self._all,):
+            for heads in [*parts, self._last] if drafted else parts:
                 keys, keys_dense = heads.keys(position, length, kept)
                 read, dense = read + keys, dense + keys_dense
-        metrics.loops_run += self._loops * len(segment.tokens)
+        metrics.loops_run += (self._loops if loops is None else loops) * len(segment.tokens)
         metrics.keys_read += read
         metrics.keys_dense += dense
         if segment.decode:

@@ -2,14 +2,14 @@
 
 The host knows where a block of rows may begin, not where it does: that depends on how many tokens of the round before
 it counted, which nobody has read. So a plan gives each block a line of facts that the host is sure of, and the rows are
-made of them on the device, from the position and the token that the last round has left there (`SeatTable.reached`).
+made of them on the device, from what the last round has left there (`SeatTable.reached`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -17,10 +17,10 @@ from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.plan import CONSUME, DENSE, FROM_DEVICE, ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.sampler import Drawn, largest
-from sparse_compile.runtime.seats import SeatTable, to_device
+from sparse_compile.runtime.seats import REACHED, SeatTable, to_device
 
 # Rows of `RowPlan.packed` that are written here by name.
-_LENGTH, _LOOP, _SLOT, _TOKEN = 2, 3, 4, 7
+POSITION, LENGTH, LOOP, SLOT, TOKEN = 1, 2, 3, 4, 7
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ FACTS = 7  # of a block, before its slots
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """Blocks of up to `width` rows, one of each request. A block of no rows is padding."""
+class DevicePlan:
+    """Up to `width` rows of each of some requests. One of no rows is padding."""
 
     seats: SeatTable
     store: ReferenceStore | None
@@ -60,16 +60,85 @@ class BlockPlan:
     loops: int  # bodies of a draft
     kind: ProgramKind
     max_length: int  # visible keys of the longest row, at most
-    leases: tuple[tuple[Lease, ...], ...] = ()  # of each block's rows that may be sparse
+    leases: tuple[tuple[Lease, ...], ...] = ()  # of each request's rows that may be sparse
 
     @property
     def blocks(self) -> int:
+        """B"""
         return self.table.shape[1]
 
-    def fill(self, other: BlockPlan) -> None:
-        """Takes over the blocks of `other`; the rest is padding."""
+    def fill(self, other: DevicePlan) -> None:
+        """Takes over the requests of `other`; the rest is padding."""
         self.table[:, other.blocks :].zero_()
         self.table[:, : other.blocks].copy_(other.table, non_blocking=True)
+
+    def begin(self, rows: torch.Tensor, beginning: torch.Tensor) -> None:
+        """Slots of rows that begin hold nothing yet. rows: int32 [8, B, width]; beginning: bool [B, width]."""
+        if self.store is not None:
+            self.store.begin_rows(rows[SLOT].long().flatten(), beginning.flatten())
+
+    def run(
+        self,
+        packed: torch.Tensor,
+        logit_rows: torch.Tensor,
+        loops: int,
+        depths: frozenset[int],
+        leases: Iterable[Lease],
+    ) -> RowPlan:
+        """A run of `loops` bodies. packed: int32 [8, T]."""
+        return RowPlan(
+            block_table=self.block_table,
+            packed=packed,
+            logit_rows=logit_rows,
+            kind=self.kind,
+            max_length=self.max_length,
+            leases=tuple(leases),
+            loops=loops,
+            depths=depths,
+            carry_lines=self.seats.carry_lines,
+        )
+
+
+Plan = TypeVar("Plan", bound=DevicePlan)
+
+
+def build(
+    plan: type[Plan],
+    seats: SeatTable,
+    store: ReferenceStore | None,
+    facts: Sequence[BlockFacts],
+    loops: int,
+    kind: ProgramKind,
+    max_length: int,
+    leases: Sequence[Sequence[Lease]],
+) -> Plan:
+    """As wide as the longest of the blocks."""
+    width = max(block.rows for block in facts)
+    columns = torch.tensor([block.column(width) for block in facts], dtype=torch.int32, device="cpu")
+    table = to_device(columns.t().contiguous(), seats.device)
+    own = tuple(tuple(block) for block in leases)
+    return plan(seats, store, seats.block_table, table, width, loops, kind, max_length, own)
+
+
+def padding(
+    plan: type[Plan],
+    seats: SeatTable,
+    store: ReferenceStore | None,
+    pages: int,
+    shape: tuple[int, int],
+    loops: int,
+    kind: ProgramKind,
+    max_length: int,
+) -> Plan:
+    """To capture over, with the first `pages` of the block table. shape: (B, width)."""
+    count, width = shape
+    table = torch.zeros(FACTS + width, count, dtype=torch.int32, device=seats.device)
+    return plan(seats, store, seats.block_table[:, :pages], table, width, loops, kind, max_length)
+
+
+@dataclass(frozen=True)
+class BlockPlan(DevicePlan):
+    """Blocks of rows that follow each other, one of each request."""
 
     def rows(self) -> torch.Tensor:
         """int32 [8, B, width]: the columns of `RowPlan.packed`, all 0 for rows that there is nothing to run for. Tokens
@@ -80,7 +149,7 @@ class BlockPlan:
         unread = start == FROM_DEVICE
         newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seats], token)
         start = torch.where(unread, self.seats.reached[turns, 0, seats], start)
-        newest = torch.where(unread, self.seats.reached[turns, 1, seats], newest)
+        newest = torch.where(unread, self.seats.reached[turns, REACHED, seats], newest)
         line = torch.arange(self.width, device=self.table.device)
         position = start + line
         active = (line < rows) & (position < end)
@@ -99,63 +168,17 @@ class BlockPlan:
 
     def line(self, rows: torch.Tensor, number: int) -> RowPlan:
         """The `number`-th row of each block through the first bodies; logits of all, but for the last row."""
-        heads = self.blocks if number + 1 < self.width else 0
-        leases = tuple(lease for block in self.leases for lease in block[number : number + 1])
-        return self._plan(rows[:, :, number].contiguous(), heads, self.loops, 0, leases)
+        heads = torch.arange(self.blocks if number + 1 < self.width else 0, device=rows.device)
+        leases = (lease for block in self.leases for lease in block[number : number + 1])
+        return self.run(rows[:, :, number].contiguous(), heads, self.loops, frozenset({0}), leases)
 
     def whole(self, rows: torch.Tensor, loops: int) -> RowPlan:
         """All rows through the last `loops` bodies."""
         rows = rows.clone()
-        rows[_LOOP] = torch.where(rows[_LENGTH] > 0, self.loops, 0)
-        leases = tuple(lease for block in self.leases for lease in block)
-        return self._plan(rows.flatten(1), rows[0].numel(), loops, self.loops, leases)
-
-    def _plan(
-        self, packed: torch.Tensor, heads: int, loops: int, depth: int, leases: tuple[Lease, ...]
-    ) -> RowPlan:
-        return RowPlan(
-            block_table=self.block_table,
-            packed=packed,
-            logit_rows=torch.arange(heads, device=packed.device),
-            kind=self.kind,
-            max_length=self.max_length,
-            leases=leases,
-            loops=loops,
-            depths=frozenset({depth}),
-            carry_lines=self.seats.carry_lines,
-        )
-
-
-def build_blocks(
-    seats: SeatTable,
-    store: ReferenceStore | None,
-    facts: Sequence[BlockFacts],
-    loops: int,
-    kind: ProgramKind,
-    max_length: int,
-    leases: Sequence[Sequence[Lease]],
-) -> BlockPlan:
-    """The plan of a round; as wide as the longest of its blocks."""
-    width = max(block.rows for block in facts)
-    columns = torch.tensor([block.column(width) for block in facts], dtype=torch.int32, device="cpu")
-    table = to_device(columns.t().contiguous(), seats.device)
-    own = tuple(tuple(block) for block in leases)
-    return BlockPlan(seats, store, seats.block_table, table, width, loops, kind, max_length, own)
-
-
-def padding_blocks(
-    seats: SeatTable,
-    store: ReferenceStore | None,
-    pages: int,
-    shape: tuple[int, int],
-    loops: int,
-    kind: ProgramKind,
-    max_length: int,
-) -> BlockPlan:
-    """shape: (blocks, rows of each). To capture over, with the first `pages` of the block table."""
-    blocks, width = shape
-    table = torch.zeros(FACTS + width, blocks, dtype=torch.int32, device=seats.device)
-    return BlockPlan(seats, store, seats.block_table[:, :pages], table, width, loops, kind, max_length)
+        rows[LOOP] = torch.where(rows[LENGTH] > 0, self.loops, 0)
+        heads = torch.arange(rows[0].numel(), device=rows.device)
+        leases = (lease for block in self.leases for lease in block)
+        return self.run(rows.flatten(1), heads, loops, frozenset({self.loops}), leases)
 
 
 class Chooser(Protocol):
@@ -201,19 +224,20 @@ def run_round(
     """
     chooser = chooser or Largest()
     rows, drafts = plan.rows(), []
+    plan.begin(rows, rows[LENGTH] > 0)
     for line in range(plan.width):
-        logits = _run(executor.draft, plan.line(rows, line), check)
+        logits = submit(executor.draft, plan.line(rows, line), check)
         if line + 1 < plan.width:
             drafts.append(chooser.propose(logits, rows, line))
-            rows[_TOKEN, :, line + 1] = drafts[-1] * (rows[_LENGTH, :, line + 1] > 0)
-    logits = _run(executor.verify, plan.whole(rows, executor.loops - plan.loops), check)
+            rows[TOKEN, :, line + 1] = drafts[-1] * (rows[LENGTH, :, line + 1] > 0)
+    logits = submit(executor.verify, plan.whole(rows, executor.loops - plan.loops), check)
     drafted = torch.stack(drafts, dim=1) if drafts else rows.new_zeros(plan.blocks, 0)
     drawn = chooser.decide(logits, rows, drafted)
     accept(plan, rows, drawn, drafted)
     return drawn
 
 
-def _run(
+def submit(
     run: Callable[[RowPlan], torch.Tensor], plan: RowPlan, check: Callable[[RowPlan], None] | None
 ) -> torch.Tensor:
     if check is not None:
@@ -233,14 +257,14 @@ def check_logits(logits: torch.Tensor, plan: RowPlan) -> None:
 
 def accept(plan: BlockPlan, rows: torch.Tensor, drawn: Drawn, drafts: torch.Tensor) -> None:
     """Which tokens count, what is invalid now, and where the next round of each request begins."""
-    tokens, active = drawn.tokens.view(plan.blocks, plan.width), rows[_LENGTH] > 0
+    tokens, active = drawn.tokens.view(plan.blocks, plan.width), rows[LENGTH] > 0
     foreseen = (tokens[:, :-1] == drafts) & active[:, 1:]
     counts = torch.cat((torch.ones_like(tokens[:, :1]), foreseen.long().cumprod(dim=1)), dim=1)
     drawn.flags = counts.flatten()
     if plan.store is not None:
-        plan.store.clear_rejected(rows[_SLOT].long(), counts == 0)
+        plan.store.clear_rejected(rows[SLOT].long(), counts == 0)
     total = counts.sum(dim=1, keepdim=True)
     newest = tokens.gather(1, total - 1)[:, 0]
     seat, turn = plan.table[0].long(), plan.table[FACTS - 1].long()
-    reached = torch.stack((rows[1, :, 0] + total[:, 0], newest), dim=1)  # [B, 2]
-    plan.seats.reached[1 - turn, :, seat] = reached
+    plan.seats.reached[1 - turn, 0, seat] = rows[POSITION, :, 0] + total[:, 0]
+    plan.seats.reached[1 - turn, REACHED, seat] = newest

@@ -24,6 +24,7 @@ import torch
 
 from sparse_compile.runtime.admission import Admission, check_order, to_list, with_generator
 from sparse_compile.runtime.blocks import BlockPlan
+from sparse_compile.runtime.flights import FlightPlan
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
@@ -79,6 +80,10 @@ class Executor(Protocol):
 
     def round(self, plan: BlockPlan) -> Drawn:
         """A whole round of blocks in which every choice is the largest score: `runtime.blocks.run_round`."""
+        ...
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        """A step of pipelines in which every choice is the largest score: `runtime.flights.run_step`."""
         ...
 
     def advance(self, plan: RowPlan) -> torch.Tensor:

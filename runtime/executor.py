@@ -22,6 +22,7 @@ from ..passes.program import (
 )
 from .blocks import BlockPlan, run_round
 from .compiler import PieceCompiler
+from .flights import FlightPlan, run_step
 from .kv_pool import KVPool
 from .options import Drafting
 from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
@@ -126,11 +127,16 @@ class Executor:
         return run_round(self, plan)
 
     @torch.no_grad()
+    def step(self, plan: FlightPlan) -> Drawn:
+        """A step of pipelines in which every choice is the largest score."""
+        return run_step(self, plan)
+
+    @torch.no_grad()
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 
         The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
-        begun; no other rows may be asked for. captures: as in `decode`.
+        begun, and without meaning for others. captures: as in `decode`.
         """
         captures = self.captures_at(plan) if captures is None else captures
         return self._some_loops(plan, captures, pipeline=True)

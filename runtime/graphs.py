@@ -15,8 +15,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from .blocks import BlockPlan, padding_blocks
+from .blocks import BlockPlan, DevicePlan, padding
 from .executor import Executor
+from .flights import FlightPlan
 from .options import Drafting
 from .plan import ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
@@ -28,7 +29,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 Out = TypeVar("Out")
-Run = Literal["decode", "draft", "verify", "advance", "round"]  # methods of an executor
+Run = Literal["decode", "draft", "verify", "advance", "round", "step"]  # methods of an executor
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RoundBucket:
-    """The same for a round of blocks, acceptance included: it leaves the tokens, and which of them count."""
+    """The same for a round of blocks or a step of pipelines, acceptance included: it leaves what was drawn."""
 
     graph: torch.cuda.CUDAGraph
-    plan: BlockPlan
+    plan: DevicePlan
     drawn: Drawn
 
 
@@ -106,17 +107,11 @@ class GraphExecutor:
 
     def round(self, plan: BlockPlan) -> Drawn:
         """As `Executor.round`; what was drawn is overwritten by the next run."""
-        rows = self._rows(plan.blocks)
-        if rows is None:
-            return self.inner.round(plan)
-        pages = self._pages(plan.max_length, plan.block_table.shape[1])
-        key = BucketKey(rows, plan.kind, pages, plan.loops, run="round", width=plan.width)
-        bucket = self.round_buckets.get(key) or self.capture_round(key, plan.seats, plan.store)
-        bucket.plan.fill(plan)
-        bucket.graph.replay()
-        drawn, count = bucket.drawn, plan.blocks * plan.width
-        assert drawn.flags is not None
-        return Drawn(drawn.tokens[:count], drawn.logprobs[:count], flags=drawn.flags[:count])
+        return self._replay_round("round", plan)
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        """As `Executor.step`; what was drawn is overwritten by the next run."""
+        return self._replay_round("step", plan)
 
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
@@ -136,6 +131,20 @@ class GraphExecutor:
         self._fill(bucket.plan, plan)
         bucket.graph.replay()
         return bucket.logits[: plan.logit_rows.shape[0]]
+
+    def _replay_round(self, run: Run, plan: DevicePlan) -> Drawn:
+        rows = self._rows(plan.blocks)
+        if rows is None:
+            return getattr(self.inner, run)(plan)
+        pages = self._pages(plan.max_length, plan.block_table.shape[1])
+        key = BucketKey(rows, plan.kind, pages, plan.loops, run=run, width=plan.width)
+        bucket = self.round_buckets.get(key) or self.capture_round(key, plan.seats, plan.store)
+        bucket.plan.fill(plan)
+        bucket.graph.replay()
+        drawn = bucket.drawn
+        assert drawn.flags is not None
+        count = drawn.flags.shape[0] // rows * plan.blocks
+        return Drawn(drawn.tokens[:count], drawn.logprobs[:count], flags=drawn.flags[:count])
 
     def key(self, plan: RowPlan, run: Run = "decode") -> BucketKey | None:
         """The bucket of a decode plan; None for one with more rows than the largest."""
@@ -166,11 +175,12 @@ class GraphExecutor:
         return self.buckets[key]
 
     def capture_round(self, key: BucketKey, seats: SeatTable, store: ReferenceStore | None) -> RoundBucket:
-        """As `capture`, of a round over blocks of padding."""
+        """As `capture`, of a round or a step over padding."""
         assert key.loops is not None
         reach = key.pages * self.page_size
-        plan = padding_blocks(seats, store, key.pages, (key.rows, key.width), key.loops, key.kind, reach)
-        graph, drawn = self._captured(partial(self.inner.round, plan), seats.device)
+        made = BlockPlan if key.run == "round" else FlightPlan
+        plan = padding(made, seats, store, key.pages, (key.rows, key.width), key.loops, key.kind, reach)
+        graph, drawn = self._captured(partial(getattr(self.inner, key.run), plan), seats.device)
         self.round_buckets[key] = RoundBucket(graph, plan, drawn)
         return self.round_buckets[key]
 
@@ -216,22 +226,45 @@ class GraphExecutor:
         """As `keys`, of the runs of self-speculation; what `verify` reads is there when `draft` has run."""
         most, loops = max(rows, default=0), drafting.loops
         more = self.keys(range(1, most * drafting.rows + 1), table_pages, kinds)
-        if drafting.pipeline:
-            several = {replace(key, kind="mixed", loops=loops, run="advance") for key in more}
-            found = [
-                replace(key, captures=one)
-                for key in several
-                for one in self.inner.capture_choices(loops, kinds)
-            ]
-            return sorted(found, key=lambda key: (-key.rows, -key.pages))
-        heads = (True, False) if drafting.rows > 1 else (False,)
         first = self.keys(range(1, most + 1), table_pages, kinds)
+        if drafting.pipeline:
+            return self._pipeline_keys(first, more, kinds, drafting)
+        heads = (True, False) if drafting.rows > 1 else (False,)
         widths = range(drafting.rows, 0 if drafting.adaptive else drafting.rows - 1, -1)
         return [
             *(replace(key, loops=loops, run="round", width=width) for key in first for width in widths),
             *(replace(key, loops=loops, run="draft", heads=one) for key in first for one in heads),
             *(replace(key, loops=self.loops - loops, run="verify") for key in more),
         ]
+
+    def _pipeline_keys(
+        self,
+        first: Sequence[BucketKey],
+        more: Sequence[BucketKey],
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting,
+    ) -> list[BucketKey]:
+        """Rows may be at any depth, as far as the host knows: they capture wherever one of them may."""
+        loops = drafting.loops
+        choices = {(False,) * loops}
+        if any(kind != "dense" for kind in kinds):
+            choices.add(tuple(map(any, zip(*self.inner.capture_choices(loops, kinds), strict=True))))
+        advances = {
+            replace(key, kind="mixed", loops=loops, run="advance", captures=one)
+            for key in more
+            for one in choices
+        }
+        steps = {
+            replace(
+                key,
+                kind="dense" if key.kind == "dense" else "mixed",
+                loops=loops,
+                run="step",
+                width=drafting.rows,
+            )
+            for key in first
+        }
+        return sorted({*advances, *steps}, key=lambda key: (-key.rows * key.width, -key.pages))
 
     def warm_up(
         self,
@@ -249,7 +282,7 @@ class GraphExecutor:
             keys = self.draft_keys(rows, pages, kinds, drafting)
         steps: list[Callable[[], object]] = self.inner.warm_up((), seats, ())
         for key in keys:
-            if key.run == "round":
+            if key.run in ("round", "step"):
                 if key not in self.round_buckets:
                     steps.append(partial(self.capture_round, key, seats, self.inner.store))
             elif key not in self.buckets:

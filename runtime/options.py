@@ -42,7 +42,10 @@ class EngineOptions:
     prefill_chunk: int = 256  # rows of one prompt in one step
     dense_below: int = 0  # decode rows with fewer visible keys run dense
     sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
-    last_sites: Sequence[SiteLike] = ()  # those of them behind the loop, which drafts go through as well
+    # Of those, the sites of each body, with the ones before the loop in the first, and the ones behind the loop, which
+    # drafts go through as well.
+    body_sites: Sequence[Sequence[SiteLike]] = ()
+    last_sites: Sequence[SiteLike] = ()
     retention: tuple[int, int] | None = None  # (numerator, denominator); None runs everything dense
     async_steps: bool = False  # submit a step before the tokens of the last one are read
     loops_per_step: int | None = (
@@ -69,11 +72,6 @@ class EngineOptions:
             raise ValueError(
                 f"loops_per_step={self.loops_per_step} cannot be combined with drafting={self.drafting}, which says "
                 "which loops run; pass loops_per_step=None"
-            )
-        if self.async_steps and self.drafting.pipeline:
-            raise ValueError(
-                f"async_steps=True cannot be combined with drafting={self.drafting}: a pipeline reads its tokens in "
-                "each step; pass async_steps=False"
             )
 
     def check_loops(self, loops: int) -> None:

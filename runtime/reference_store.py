@@ -126,17 +126,18 @@ class ReferenceStore:
         """
         return self.renew_all([lease], [row])[0]
 
-    def renew_all(self, leases: Sequence[Lease], rows: Sequence[int]) -> list[Lease]:
-        """`renew` for several at once. Nothing has changed when it raises."""
+    def renew_all(self, leases: Sequence[Lease], rows: Sequence[int], on_device: bool = False) -> list[Lease]:
+        """`renew` for several at once. Nothing has changed when it raises. on_device: `begin_rows` will say which rows
+        begin.
+        """
         slots = [self._current(lease) for lease in leases]
         for lease, slot in zip(leases, slots, strict=True):
             if slot.open_readers or not all(fence.done() for fence in slot.fences):
                 raise RuntimeError(
                     f"slot {lease.slot} is still read by others; retire it and acquire another"
                 )
-        self._clear(
-            [lease.slot for lease, slot in zip(leases, slots, strict=True) if slot.doubtful], valid=True
-        )
+        doubtful = [lease.slot for lease, slot in zip(leases, slots, strict=True) if slot.doubtful]
+        self._clear([] if on_device else doubtful, valid=True)
         for slot in slots:
             slot.fences.clear()
         return [self._lease(lease.slot, lease.request, row) for lease, row in zip(leases, rows, strict=True)]
@@ -216,26 +217,28 @@ class ReferenceStore:
                 f"rejected is {rejected.dtype} {tuple(rejected.shape)}, "
                 f"the chains need torch.bool {(len(chains), width)}"
             )
-        self.doubt(lease for chain in chains for lease in chain)
+        for chain in chains:
+            self.check(chain)
+        for lease in (lease for chain in chains for lease in chain):
+            self._slots[lease.slot].doubtful = True
         numbers = [[lease.slot for lease in chain] + [0] * (width - len(chain)) for chain in chains]
         with self._on_stream():
             self.clear_rejected(self._numbers(numbers), rejected)
 
-    def doubt(self, leases: Iterable[Lease]) -> None:
-        """`clear_rejected` is submitted for these leases: from now on only the device knows which are valid."""
-        leases = list(leases)
-        self.check(leases)
-        for lease in leases:
-            self._slots[lease.slot].doubtful = True
-
     def clear_rejected(self, slots: torch.Tensor, rejected: torch.Tensor) -> None:
-        """The part of `invalidate` that the device does, for runs that are captured: on the current stream, and without
-        a look at leases. slots: int64 [B, K], 0 for none; rejected: bool [B, K].
+        """The part of `invalidate` that the device does, for runs whose rows the host does not know: on the current
+        stream, and without a look at leases. slots: int64 [B, K], 0 for none; rejected: bool [B, K].
         """
         dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
         hit = torch.where(dead, slots, 0).flatten()  # the rest hit the dummy slot, which is never valid
         self.valid.index_fill_(0, hit, False)
         self.count.index_fill_(0, hit, 0)
+
+    def begin_rows(self, slots: torch.Tensor, beginning: torch.Tensor) -> None:
+        """The part of `renew` that the device does, likewise. slots: int64 [T], each once or 0; beginning: bool [T]."""
+        beginning = beginning & (slots > 0)
+        self.valid.index_copy_(0, slots, self.valid[slots] | beginning)
+        self.count.index_fill_(0, torch.where(beginning, slots, 0), 0)
 
     def alive(self, row_slot: torch.Tensor) -> torch.Tensor:
         """bool [T] on the device: whether each row's slot is leased and has not been invalidated. row_slot:

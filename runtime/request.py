@@ -13,7 +13,7 @@ from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import to_device
 
 if TYPE_CHECKING:
-    from sparse_compile.runtime.pipelines import Flight
+    from sparse_compile.runtime.pipelines import Course
     from sparse_compile.runtime.suspension import Saved
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
@@ -123,7 +123,7 @@ class Request:
     `tokens` are those that the host knows; `length` counts those that are sampled but not read yet as well. The keys
     and values of the first `computed` are in the pool, or on their way there; the row of the next one has `loop`
     bodies behind it. Tokens of rounds of speculation count when they are read: `length` and `computed` are then behind,
-    by `unread` at least and by `ahead` at most.
+    by `coming` at least and by `ahead` at most.
     """
 
     id: str
@@ -138,12 +138,13 @@ class Request:
     ending: bool = False  # its error is on the way out: no more rows
     computed: int = 0
     loop: int = 0
-    rounds: int = 0  # of speculation that were submitted
-    unread: int = 0  # of those, rounds whose tokens are not read yet: each gives one token at least,
-    ahead: int = 0  # and all of them together as many as they have rows at most
+    rounds: int = 0  # of speculation that were submitted; steps of a pipeline
+    unread: int = 0  # of those, how many have not been read:
+    coming: int = 0  # their tokens at least
+    ahead: int = 0  # and at most
     # Tokens per round of late, without and with the last round that was read.
     paces: tuple[float | None, float | None] = (None, None)
-    flight: Flight | None = None  # its rows in a pipeline
+    course: Course | None = None  # its rows in a pipeline
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
     chain: int | None = None  # of its pages in the page cache; None: they are not filed
@@ -182,7 +183,7 @@ class Request:
     @property
     def has_rows(self) -> bool:
         """There is a token to compute: it is known how many there will be before any of them is read."""
-        return not self.ending and (not self.decoding or self.length + self.unread < self.max_length)
+        return not self.ending and (not self.decoding or self.length + self.coming < self.max_length)
 
     @property
     def pace(self) -> float | None:
@@ -203,6 +204,15 @@ class Request:
         else:
             first = self.added_at + metrics.time_to_first_token_s
             metrics.time_per_token_s = (now - first) / (metrics.new_tokens - 1)
+
+    def submitted(self, least: int, most: int) -> None:
+        """A round of speculation that gives so many tokens at least and at most."""
+        self.rounds += 1
+        self.unread, self.coming, self.ahead = self.unread + 1, self.coming + least, self.ahead + most
+
+    def settled(self, least: int, most: int) -> None:
+        """It is read."""
+        self.unread, self.coming, self.ahead = self.unread - 1, self.coming - least, self.ahead - most
 
     # ------------------------------------------------------------------ ids on the device
 

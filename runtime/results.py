@@ -36,10 +36,10 @@ class TokenReader:
         self._fence.wait()
         return int(self._values[0, row]), float(self._values[1, row])
 
-    def flag(self, row: int) -> bool:
+    def number(self, row: int) -> int:
         """`Drawn.flags` of a row."""
         self._fence.wait()
-        return bool(self._values[2, row])
+        return int(self._values[2, row])
 
 
 @dataclass

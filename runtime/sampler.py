@@ -22,7 +22,7 @@ class Drawn:
     logprobs: torch.Tensor
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see `choose`
     errors: dict[int, Exception] = field(default_factory=dict)
-    flags: torch.Tensor | None = None  # [n], 0 or 1, for the reader; speculation says what they mean
+    flags: torch.Tensor | None = None  # [n] whole numbers for the reader; speculation says what they mean
 
     def put(self, row: int, token: torch.Tensor, logs: torch.Tensor) -> None:
         """Replaces the choice of a row. token: int64 [1]; logs: its log-probabilities, [1, vocab]."""

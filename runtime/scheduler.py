@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +59,7 @@ class Scheduler:
     ) -> None:
         self.holdings, self.suspension, self.options = holdings, suspension, options
         self.loops, self.settle, self.fail = loops, settle, fail
-        self.counter = KeyCounter(options.sites, options.retention, options.last_sites)
+        self.counter = KeyCounter(options.sites, options.retention, options.body_sites, options.last_sites)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.queue: list[Request] = []  # those that wait to run, or to run again, in order
         self.running: dict[str, Request] = {}
@@ -167,7 +167,8 @@ class Scheduler:
         request, start = work.request, work.request.computed
         decode, sparse = request.decoding, self._is_sparse(request, start)
         if sparse and not request.loop:
-            self.renew([(request, 0, start)])
+            assert self.holdings.store is not None
+            request.leases[0] = self.holdings.store.renew(request.leases[0], start)
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -184,47 +185,37 @@ class Scheduler:
             loop=request.loop,
         )
 
-    def block(self, work: Work) -> BlockFacts:
-        """What is known of the next block of a request, under new incarnations of its leases."""
-        request, start = work.request, work.request.computed
-        self.renew([(request, line, start + line) for line in range(work.rows)])
-        sparse = self.holdings.store is not None and self.options.retention is not None
+    def block(self, request: Request, rows: int, aloft: bool) -> BlockFacts:
+        """What is known of the next rows of a request, under new incarnations of its leases. aloft: the device alone
+        knows where they begin.
+        """
+        start, store = request.computed, self.holdings.store
+        if store is not None:
+            lines = range(start, start + rows)
+            request.leases[:rows] = store.renew_all(request.leases[:rows], lines, on_device=True)
+        sparse = store is not None and self.options.retention is not None
         return BlockFacts(
             seat=request.seat,
-            start=FROM_DEVICE if request.unread else start,
+            start=FROM_DEVICE if aloft else start,
             token=(request.tokens[start : start + 1] or [FROM_DEVICE])[0],
-            rows=work.rows,
+            rows=rows,
             end=request.max_length - 1,
             sparse_from=self.options.dense_below if sparse else request.max_length,
             turn=request.rounds % 2,
-            slots=tuple(lease.slot for lease in request.leases[: work.rows]),
+            slots=tuple(lease.slot for lease in request.leases[:rows]),
         )
 
-    def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
-        """A row of a request that has several under way, at position `at`, under its present lease."""
+    def row(self, request: Request, at: int) -> Segment:
+        """The row of a token that a request generated, as it is charged."""
         sparse = self._is_sparse(request, at)
         return Segment(
-            tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
+            tokens=[FROM_DEVICE],
             start=at,
             seat=request.seat,
-            prefix_length=request.params.prefix_length,
             decode=True,
             sparse=sparse,
-            lease=request.leases[line] if sparse else None,
-            wants_logits=wants_logits,
-            loop=loop,
-            line=line,
+            lease=request.leases[0] if sparse else None,
         )
-
-    def renew(self, rows: Sequence[tuple[Request, int, int]]) -> None:
-        """New incarnations of leases. rows: (request, line, position of the row that it is for)."""
-        store = self.holdings.store
-        if store is None:
-            return
-        leases = [request.leases[line] for request, line, _ in rows]
-        renewed = store.renew_all(leases, [position for _, _, position in rows])
-        for (request, line, _), lease in zip(rows, renewed, strict=True):
-            request.leases[line] = lease
 
     def _is_sparse(self, request: Request, position: int) -> bool:
         enabled = self.holdings.store is not None and self.options.retention is not None

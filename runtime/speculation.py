@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_compile.runtime.blocks import BlockFacts, BlockPlan, build_blocks, run_round
-from sparse_compile.runtime.plan import PlanBuilder, ProgramKind, RowPlan
+from sparse_compile.runtime.blocks import BlockFacts, BlockPlan, DevicePlan, Plan, build, run_round
+from sparse_compile.runtime.plan import ProgramKind, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore
 from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
@@ -37,22 +37,6 @@ from sparse_compile.runtime.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor
-
-
-class Speculator:
-    """What rounds and pipelines run with. check: what a plan must satisfy before it runs."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        store: ReferenceStore | None,
-        scheduler: Scheduler,
-        plans: PlanBuilder,
-        check: Callable[[RowPlan], None],
-    ) -> None:
-        assert scheduler.options.drafting is not None
-        self.executor, self.store, self.scheduler, self.plans = executor, store, scheduler, plans
-        self.check, self.drafting = check, scheduler.options.drafting
 
 
 @dataclass(frozen=True)
@@ -75,19 +59,70 @@ class Luck:
 
 
 @dataclass
-class Block:
-    """One request in a round."""
+class Trip:
+    """One request in a round, or in a step of pipelines."""
 
     request: Request
-    rows: int  # fewer when drafting had to stop
-    number: int  # which of the blocks it is
-    luck: Luck | None = None
-    chances: list[torch.Tensor] = field(default_factory=list)  # [1, vocab]: what drafts were drawn from
+    number: int  # which of them it is
+    _luck: Luck | None = field(default=None, init=False)
 
     @property
     def live(self) -> bool:
         """A callback may end any request at any time."""
         return self.request.state is RequestState.RUNNING
+
+    @property
+    def chooses(self) -> bool:
+        """It takes more than the largest score."""
+        return self.request.params.own_choice or self.request.params.keeps_scores
+
+    def luck(self, rows: int, scores: torch.Tensor) -> Luck:
+        """Its random numbers, drawn when they are first asked for."""
+        if self._luck is None:
+            self._luck = Luck.of(rows, scores, self.request.params.generator)
+        return self._luck
+
+
+@dataclass
+class Block(Trip):
+    """A block of rows in a round."""
+
+    rows: int  # fewer when drafting had to stop
+    chances: list[torch.Tensor] = field(default_factory=list)  # [1, vocab]: what drafts were drawn from
+
+
+class Speculator:
+    """What rounds and pipelines have in common. check: what a plan must satisfy before it runs."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        store: ReferenceStore | None,
+        scheduler: Scheduler,
+        check: Callable[[RowPlan], None],
+    ) -> None:
+        assert scheduler.options.drafting is not None
+        self.executor, self.store, self.scheduler = executor, store, scheduler
+        self.check, self.drafting = check, scheduler.options.drafting
+
+    def plan(self, made: type[Plan], blocks: Sequence[tuple[Request, int, bool]]) -> Plan:
+        """blocks: request, number of rows, and whether the device alone knows where they begin."""
+        facts = [self.scheduler.block(request, rows, aloft) for request, rows, aloft in blocks]
+        spans = [_span(request, rows) for request, rows, _ in blocks]
+        leases = [request.leases[:rows] for request, rows, _ in blocks]
+        seats, longest = self.scheduler.holdings.seats, max(most for _, most in spans)
+        kind = _kind(facts, spans)
+        return build(made, seats, self.store, facts, self.drafting.loops, kind, longest, leases)
+
+    def captured(self, plan: DevicePlan, trips: Sequence[Trip]) -> None:
+        """The captures of a plan are submitted. Leases of requests that have ended meanwhile are gone."""
+        if self.store is not None:
+            live = [own for trip, own in zip(trips, plan.leases, strict=True) if trip.live]
+            self.store.captured(lease for own in live for lease in own)
+
+    def waited(self, batch: Batch) -> bool:
+        """Whether a step was read before the next one, though steps are asynchronous."""
+        return batch.at_once and self.scheduler.options.async_steps
 
 
 class Choices:
@@ -118,8 +153,7 @@ class Choices:
         """As `Chooser.decide`."""
         drawn = largest(logits)
         for block in self.blocks:
-            params = block.request.params
-            if block.live and (params.own_choice or params.keeps_scores):
+            if block.live and block.chooses:
                 self._decide(block, logits, rows, drafts, drawn)
         self._give_up(rows)
         return drawn
@@ -136,7 +170,7 @@ class Choices:
         token = best(scores)
         if params.do_sample:
             block.chances.append(scores.softmax(dim=-1))
-            token = race(block.chances[-1], self._luck(block, scores).drafts[line : line + 1])
+            token = race(block.chances[-1], block.luck(self.most, scores).drafts[line : line + 1])
         if params.processor is not None:
             request.note(token[0], request.length + line)
         return token
@@ -171,7 +205,7 @@ class Choices:
         self, block: Block, target: torch.Tensor, active: torch.Tensor, drafts: torch.Tensor
     ) -> torch.Tensor:
         """int64 [n, 1] by target [n, vocab]. active: bool [width]; drafts: int64 [width - 1]."""
-        count, luck = target.shape[0], self._luck(block, target[:1])
+        count, luck = target.shape[0], block.luck(self.most, target[:1])
         tokens, proposal = torch.zeros_like(target[:, :1], dtype=torch.int64), torch.zeros_like(target)
         drafted = min(count, len(block.chances))
         if drafted:
@@ -180,11 +214,6 @@ class Choices:
             behind = torch.cat((active[1:], torch.zeros_like(active[:1])))[:drafted, None]
             proposal[:drafted] = torch.where(behind, torch.cat(block.chances[:drafted]), 0)
         return accept_or_draw(target, tokens, proposal, luck.keeps[:count], luck.finals[:count])
-
-    def _luck(self, block: Block, scores: torch.Tensor) -> Luck:
-        if block.luck is None:
-            block.luck = Luck.of(self.most, scores, block.request.params.generator)
-        return block.luck
 
 
 def stop(block: Block, rows: torch.Tensor, count: int) -> None:
@@ -199,37 +228,24 @@ class Rounds(Speculator):
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A round of each request. Whatever passes through leaves them as they were."""
         with generators_kept([work.request for work in works]):
-            blocks = [Block(work.request, work.rows, number) for number, work in enumerate(works)]
-            plan = self._plan(works)
+            blocks = [Block(work.request, number, work.rows) for number, work in enumerate(works)]
+            plan = self.plan(BlockPlan, [(w.request, w.rows, w.request.unread > 0) for w in works])
             reader = TokenReader(self._submit(plan, blocks))
         for block, work in zip(blocks, works, strict=True):
             if block.live:
                 self._file(block, work.rows, reader, plan.width, batch)
 
-    def _plan(self, works: Sequence[Work]) -> BlockPlan:
-        facts = [self.scheduler.block(work) for work in works]
-        spans = [_span(work) for work in works]
-        leases = [work.request.leases[: work.rows] for work in works]
-        if self.store is not None:
-            self.store.doubt(lease for own in leases for lease in own)
-        seats, longest = self.scheduler.holdings.seats, max(most for _, most in spans)
-        return build_blocks(
-            seats, self.store, facts, self.drafting.loops, _kind(facts, spans), longest, leases
-        )
-
     def _submit(self, plan: BlockPlan, blocks: Sequence[Block]) -> Drawn:
-        if any(block.request.params.own_choice or block.request.params.keeps_scores for block in blocks):
+        if any(block.chooses for block in blocks):
             chooser = Choices(blocks, self.drafting.rows)
             drawn = run_round(self.executor, plan, chooser, partial(self._check, blocks))
         else:
             drawn = self.executor.round(plan)
-        if self.store is not None:
-            live = [own for block, own in zip(blocks, plan.leases, strict=True) if block.live]
-            self.store.captured(lease for own in live for lease in own)
+        self.captured(plan, blocks)
         return drawn
 
     def _check(self, blocks: Sequence[Block], plan: RowPlan) -> None:
-        """Leases of requests that a callback has ended meanwhile are not current any more, and their rows are given up."""
+        """Without the leases of requests that a callback has ended meanwhile; their rows are given up."""
         ended = {block.request.id for block in blocks if not block.live}
         self.check(replace(plan, leases=tuple(one for one in plan.leases if one.request not in ended)))
 
@@ -238,11 +254,8 @@ class Rounds(Speculator):
     def _file(self, block: Block, rows: int, reader: TokenReader, width: int, batch: Batch) -> None:
         """A round of a request is submitted. Nothing here may fail: it cannot be repeated any more."""
         request = block.request
-        request.rounds += 1
-        request.unread += 1
-        request.ahead += rows
-        if request.params.processor is not None:
-            batch.at_once = True  # it must be told how many tokens there are
+        request.submitted(least=1, most=rows)
+        batch.at_once |= request.params.processor is not None  # it must be told how many tokens there are
         settle = partial(self._settle, block, rows, reader, width, batch)
         batch.entries.append(Entry(request, settle=settle))
 
@@ -250,20 +263,19 @@ class Rounds(Speculator):
         """The tokens that a round gave a request, now that they can be read."""
         request, metrics, drawn = block.request, block.request.metrics, reader.drawn
         first, start = block.number * width, request.computed
-        count = sum(reader.flag(first + line) for line in range(width))
-        request.unread -= 1
-        request.ahead -= rows
+        count = sum(reader.number(first + line) for line in range(width))
+        request.settled(least=1, most=rows)
         request.computed += count
         request.sampled(drawn.tokens[first : first + count])
         before = request.paces[1]
         request.paces = before, count if before is None else (before + count) / 2
         done = min(block.rows, request.max_length - 1 - start)
         metrics.rounds += 1
-        metrics.waiting_rounds += batch.at_once and self.scheduler.options.async_steps
+        metrics.waiting_rounds += self.waited(batch)
         metrics.drafted_tokens += done - 1
         metrics.accepted_tokens += count - 1
         for line in range(done):
-            segment = self.scheduler.row(request, start + line, line, wants_logits=False)
+            segment = self.scheduler.row(request, start + line)
             self.scheduler.counter.charge(metrics, segment, drafted=line + 1 < done)
         entries = []
         for row in range(first, first + count):
@@ -273,11 +285,10 @@ class Rounds(Speculator):
         return entries
 
 
-def _span(work: Work) -> tuple[int, int]:
-    """Keys that the first row of a block sees at least, and its last one at most, as far as the host knows."""
-    request = work.request
-    most = request.computed + request.ahead + work.rows
-    return request.computed + request.unread + 1, min(most, request.max_length - 1)
+def _span(request: Request, rows: int) -> tuple[int, int]:
+    """Keys that the first row sees at least, and the last one at most, as far as the host knows."""
+    most = request.computed + request.ahead + rows
+    return request.computed + request.coming + 1, min(most, request.max_length - 1)
 
 
 def _kind(facts: Sequence[BlockFacts], spans: Sequence[tuple[int, int]]) -> ProgramKind:

@@ -49,7 +49,7 @@ class StepRunner:
         self.rounds: Rounds | Pipelines | None = None
         if self.options.drafting is not None:
             kind = Pipelines if self.options.drafting.pipeline else Rounds
-            self.rounds = kind(executor, store, scheduler, self.plans, self._check)
+            self.rounds = kind(executor, store, scheduler, self._check)
         self.failed_runs = 0
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:

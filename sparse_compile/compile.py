@@ -64,7 +64,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
     check_loops(config, program)
-    check_speculation(config.speculation, program, config.loops_per_step, config.async_steps)
+    check_speculation(config.speculation, program, config.loops_per_step)
     config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
@@ -190,8 +190,7 @@ class EngineFactory:
         """
         self.check_memory(rows, context, pool_tokens, speculation)
         asked = chosen(speculation, self.config.speculation)
-        # Steps that are asynchronous by default become synchronous; those of a config that says so are refused before.
-        check_speculation(asked, self.program, self.config.loops_per_step, None)
+        check_speculation(asked, self.program, self.config.loops_per_step)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
             return self._make(rows, context, pool_tokens, asked)
 
@@ -207,6 +206,7 @@ class EngineFactory:
             max_prefill_tokens=config.prefill_chunk,
             dense_below=config.dense_below,
             sites=self.program.sites,
+            body_sites=self.program.body_sites,
             last_sites=self.program.last_sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
             async_steps=bool(config.async_steps) and (speculation is None or speculation.mode != "pipeline"),

@@ -70,9 +70,7 @@ def chosen(asked: object, default: SpeculationConfig | None) -> SpeculationConfi
     return asked
 
 
-def check_speculation(
-    asked: SpeculationConfig | None, program: Program, loops_per_step: int | None, async_steps: bool | None
-) -> None:
+def check_speculation(asked: SpeculationConfig | None, program: Program, loops_per_step: int | None) -> None:
     """Raise ArgumentError when this program, with these options, cannot draft like that."""
     if asked is None:
         return
@@ -86,6 +84,3 @@ def check_speculation(
     if loops_per_step is not None:
         limit = "cannot be combined with speculation, whose rounds say which loops run"
         raise ArgumentError("loops_per_step", loops_per_step, limit, "pass loops_per_step=None")
-    if async_steps and asked.mode == "pipeline":
-        limit = "cannot be combined with pipelines, which read their tokens in each step"
-        raise ArgumentError("async_steps", True, limit, "leave async_steps out")

@@ -155,8 +155,7 @@ class Soak(RuleBasedStateMachine):
     ) -> None:
         self.sparse, self.drafting = sparse, drafting
         if drafting is not None:
-            async_steps, loops = async_steps and not drafting.pipeline, None
-            slots = 1 + (slots - 1) * drafting.rows
+            loops, slots = None, 1 + (slots - 1) * drafting.rows
         self.engine, self.executor = make_engine(
             pages=pages,
             slots=slots,
@@ -324,7 +323,7 @@ class Faults:
 
     def _failing(self, run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
         def failing(plan: RowPlan) -> torch.Tensor:
-            seats = set(plan.row_seq.tolist())
+            seats = set(plan.row_seq[plan.row_length > 0].tolist())
             when = [after for request, after in self.cursed.items() if request.seat in seats]
             error: Exception = torch.OutOfMemoryError("curse")
             if self.once is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting, EngineOptions
-from sparse_compile.runtime.pipelines import Pipelines, Row, Stage
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams, StepOutput
 from sparse_compile.runtime.speculation import Choices
@@ -180,15 +179,21 @@ def test_a30_drafts_of_a_pipeline_that_are_all_right_or_all_wrong(name: str, rig
 
 
 def script_pipeline(engine: Engine, answers: dict[str, list[int]], right: bool) -> None:
-    pipelines = engine._runner.rounds
-    assert isinstance(pipelines, Pipelines)
+    advance = engine.executor.advance
 
-    def draft(stage: Stage, logits: torch.Tensor) -> Row:
-        at, request = stage.rows[-1].position + 1, stage.request
-        token = answers[request.id][at - request.prompt_length]
-        return Row(at, torch.tensor([token if right else token - 1], dtype=torch.int32))
+    def advancing(plan: RowPlan) -> torch.Tensor:
+        logits = advance(plan)
+        requests = {request.seat: request for request in engine.scheduler.running.values()}
+        for number, row in enumerate(plan.logit_rows.tolist()):
+            request = requests.get(int(plan.row_seq[row]))
+            if request is None or int(plan.row_loop[row]):
+                continue  # there is no such row, or it does not begin
+            answer = answers[request.id][int(plan.row_position[row]) + 1 - request.prompt_length]
+            logits[number] = 0
+            logits[number, answer if right else answer - 1] = 1
+        return logits
 
-    pipelines._draft = draft  # type: ignore[method-assign, assignment]
+    engine.executor.advance = advancing  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("loops", [1, 2, 3])
@@ -444,10 +449,6 @@ def test_adaptive_blocks_follow_what_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"async_steps": True, "drafting": Drafting(1, 3, pipeline=True)},
-            "async_steps=True cannot be combined with drafting",
-        ),
         ({"loops_per_step": 1}, "loops_per_step=1 cannot be combined with drafting"),
         ({"drafting": Drafting(1, 2, pipeline=True)}, "drafting rows=2 must be 3 in a pipeline"),
         ({"drafting": Drafting(4, 2)}, "drafting loops=4 must be from 1 to the program's 3 loops"),

@@ -13,11 +13,21 @@ from runtime_fakes import PROMPTS, generate, greedy, make_engine, oracle, run_al
 from test_engine_models import NEW, compiled, disturb, plain_tokens, run
 from test_engine_models import PROMPTS as MODEL_PROMPTS
 from test_engine_models import make_engine as make_model_engine
-from test_speculation import fake_engine, model_outputs, precise, script, watch_references
+from test_speculation import (
+    fake_engine,
+    model_outputs,
+    pipeline,
+    precise,
+    script,
+    script_pipeline,
+    watch_references,
+)
 
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.request import SamplingParams, StepOutput
+
+PIPELINE = Drafting(1, 3, pipeline=True)  # of the fake model
 
 
 @pytest.mark.parametrize("loops", [1, 2, -1])
@@ -38,6 +48,22 @@ def test_asynchronous_blocks_give_the_tokens_of_ordinary_decoding(
             assert engine.pool.held_pages == 0
             looks.append(numbers(engine, "012"))
         assert looks[0] == looks[1]
+
+
+@pytest.mark.parametrize("loops", [1, 2, -1])
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_asynchronous_pipelines_give_the_tokens_of_ordinary_decoding(
+    name: str, retention: float, loops: int
+) -> None:
+    model, looks = compiled(name, retention), []
+    for async_steps in (False, True):
+        engine = make_model_engine(model, drafting=pipeline(model, loops), async_steps=async_steps)
+        outputs = model_outputs(engine)
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
+        assert engine.pool.held_pages == 0
+        looks.append(numbers(engine, "012"))
+    assert looks[0] == looks[1]
 
 
 def numbers(engine: Engine, names: str) -> list[dict[str, Any]]:
@@ -73,9 +99,21 @@ def test_in_float64_with_a_scripted_drafter_and_its_references(wrong: int | None
                 torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_pipelines_in_float64_with_a_scripted_drafter(right: bool) -> None:
+    model, answers = precise("dory")
+    engine = make_model_engine(model, drafting=pipeline(model, 1), async_steps=True)
+    script_pipeline(engine, {str(n): one for n, one in enumerate(answers)}, right)
+    outputs = model_outputs(engine)
+    assert [tokens_of(outputs[str(n)]) for n in range(3)] == answers
+    look = engine.metrics()
+    assert (look.rounds, look.accepted_tokens) == ((3, 3 * (NEW - 2)) if right else (3 * (NEW - 1), 0))
+
+
+@pytest.mark.parametrize("drafting", [Drafting(2, 3), Drafting(1, 4, pipeline=True)], ids=str)
 @pytest.mark.parametrize("mode", ["resident", "offloaded", "converted"])
-def test_suspended_at_any_time(mode: str) -> None:
-    engine = make_model_engine(compiled("ouro", 0.3), drafting=Drafting(2, 3), async_steps=True)
+def test_suspended_at_any_time(mode: str, drafting: Drafting) -> None:
+    engine = make_model_engine(compiled("ouro", 0.3), drafting=drafting, async_steps=True)
     for n, prompt in enumerate(MODEL_PROMPTS):
         engine.add_request(prompt, SamplingParams(NEW), str(n))
     outputs: dict[str, list[StepOutput]] = {}
@@ -87,28 +125,30 @@ def test_suspended_at_any_time(mode: str) -> None:
     assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens("ouro", 0.3)
 
 
-def test_a_second_round_is_submitted_before_the_first_is_read() -> None:
-    engine = fake_engine(Drafting(1, 4), async_steps=True)
+@pytest.mark.parametrize("drafting", [Drafting(1, 4), PIPELINE], ids=str)
+def test_a_second_round_is_submitted_before_the_first_is_read(drafting: Drafting) -> None:
+    engine, unread = fake_engine(drafting, async_steps=True), []
     engine.add_request(PROMPTS[0], greedy(20), "a")
-    unread = []
-    submit = engine.executor.round
+    what = "step" if drafting.pipeline else "round"
+    submit = getattr(engine.executor, what)
 
     def watched(plan: Any) -> Any:
         unread.append(engine.scheduler.requests["a"].unread)
         return submit(plan)
 
-    engine.executor.round = watched  # type: ignore[method-assign]
+    setattr(engine.executor, what, watched)
     assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[0], 20, True)
     assert unread == [0] + [1] * (len(unread) - 1)
     assert engine.metrics().waiting_rounds == 0
 
 
-def test_requests_with_a_processor_are_read_at_once_and_counted() -> None:
+@pytest.mark.parametrize("drafting", [Drafting(1, 4), PIPELINE], ids=str)
+def test_requests_with_a_processor_are_read_at_once_and_counted(drafting: Drafting) -> None:
     def biased(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill(torch.arange(scores.shape[1]) % 3 == ids.shape[1] % 3, -torch.inf)
 
     wanted = generate(fake_engine(None), [PROMPTS[0]], 9, processor=biased)[0]
-    engine = fake_engine(Drafting(1, 4), async_steps=True)
+    engine = fake_engine(drafting, async_steps=True)
     engine.add_request(PROMPTS[0], greedy(9, processor=biased), "a")
     engine.add_request(PROMPTS[1], greedy(30), "b")
     outputs = run_all(engine)
@@ -121,7 +161,10 @@ def test_requests_with_a_processor_are_read_at_once_and_counted() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    drafting=st.builds(Drafting, st.integers(1, 3), st.integers(1, 5), st.booleans()),
+    drafting=st.one_of(
+        st.builds(Drafting, st.integers(1, 3), st.integers(1, 5), st.booleans()),
+        st.sampled_from((PIPELINE, Drafting(2, 2, pipeline=True), Drafting(3, 1, pipeline=True))),
+    ),
     news=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     below=st.integers(0, 20),
     seats=st.integers(1, 3),
@@ -147,14 +190,17 @@ def test_draws_are_those_of_synchronous_rounds(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("drafting", [Drafting(1, 3), PIPELINE], ids=str)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_a_round_that_fails_is_repeated_while_another_one_is_unread(when: str, interrupt: bool) -> None:
-    engine, executor = make_engine(slots=64, drafting=Drafting(1, 3), async_steps=True)
+def test_a_round_that_fails_is_repeated_while_another_one_is_unread(
+    when: str, interrupt: bool, drafting: Drafting
+) -> None:
+    engine, executor = make_engine(slots=64, drafting=drafting, async_steps=True)
     params = {"do_sample": True}
     wanted = []
     for n, prompt in enumerate(PROMPTS):
-        alone = fake_engine(Drafting(1, 3))
+        alone = fake_engine(drafting)
         alone.add_request(prompt, greedy(9, **params, generator=torch.Generator().manual_seed(n)), "a")
         wanted.append(tokens_of(run_all(alone)["a"]))
         engine.add_request(prompt, greedy(9, **params, generator=torch.Generator().manual_seed(n)), str(n))
@@ -188,6 +234,20 @@ def test_drafts_are_charged_for_the_layers_behind_the_loop() -> None:
     heads = sum(site.heads for site in model.program.last_sites)
     assert more % heads == 0
     assert more // heads > found[0].drafted_tokens  # each draft saw several keys
+
+
+def test_rows_that_a_pipeline_gives_up_are_charged_as_far_as_they_came() -> None:
+    """All drafts wrong: behind each token but the last ones there are a row of three loops, one of two, one of one."""
+    model, answers = precise("dory")
+    engine = make_model_engine(model, drafting=pipeline(model, 1))
+    script_pipeline(engine, {str(n): one for n, one in enumerate(answers)}, right=False)
+    model_outputs(engine)
+    loops = model.program.roll.repeats
+    for n, prompt in enumerate(MODEL_PROMPTS):
+        ends = range(NEW - 1)  # rows of generated tokens that ended
+        given_up = [min(loops - 1, NEW - 2 - at) for at in ends]  # rows behind each
+        more = sum(sum(loops - row for row in range(1, 1 + rows)) for rows in given_up)
+        assert engine.metrics(str(n)).loops_run == loops * (len(prompt) + NEW - 1) + more
 
 
 def test_a_block_ends_where_its_request_does() -> None:

@@ -100,7 +100,6 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         ({"speculation": SpeculationConfig(), "roll": False}, "needs a loop that is rolled.*rolling is off"),
         ({"speculation": SpeculationConfig(draft_loops=5)}, "draft_loops=5: the program has 4 loops"),
         ({"speculation": SpeculationConfig(), "loops_per_step": 1}, "loops_per_step=1: cannot be combined"),
-        ({"speculation": SpeculationConfig(), "async_steps": True}, "async_steps=True: cannot be combined"),
     ],
     ids=str,
 )
