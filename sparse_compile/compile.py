@@ -209,7 +209,7 @@ class EngineFactory:
             body_sites=self.program.body_sites,
             last_sites=self.program.last_sites,
             retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
-            async_steps=bool(config.async_steps) and (speculation is None or speculation.mode != "pipeline"),
+            async_steps=bool(config.async_steps),
             drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,

@@ -320,6 +320,7 @@ class Faults:
         executor.decode = self._failing(executor.decode)  # type: ignore[method-assign]
         executor.draft = self._failing(executor.draft)  # type: ignore[method-assign]
         executor.verify = self._failing(executor.verify)  # type: ignore[method-assign]
+        executor.advance = self._failing(executor.advance)  # type: ignore[method-assign]
 
     def _failing(self, run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
         def failing(plan: RowPlan) -> torch.Tensor:
@@ -370,11 +371,12 @@ def solo(model: Any, ask: Ask, drafting: Drafting | None = None) -> tuple[list[i
         {"drafting": Drafting(2, 3)},
         {"drafting": Drafting(2, 3), "async_steps": True},
         {"drafting": Drafting(1, 4, pipeline=True)},
+        {"drafting": Drafting(1, 4, pipeline=True), "async_steps": True},
     ],
     ids=str,
 )
 def test_two_thousand_requests(options: dict[str, Any]) -> None:
-    """Seven times 500, of a real model, in a pool for one and a half of them."""
+    """Eight times 500, of a real model, in a pool for one and a half of them."""
     model, chance, watch = compiled("ouro", 0.3), random.Random(0), Watch()
     wanted = {ask: solo(model, ask) for ask in asks(model)}
     if "drafting" in options:  # drafts change the tokens of requests that draw

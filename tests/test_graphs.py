@@ -119,8 +119,9 @@ def test_the_keys_of_speculation() -> None:
     keys = graphs.draft_keys([1], 64, ["dense"], Drafting(1, 3, adaptive=True))
     assert {key.width for key in keys if key.run == "round"} == {1, 2, 3}
     keys = graphs.draft_keys([1], 64, ["dense", "sparse"], Drafting(1, 4, pipeline=True))
-    assert {(key.run, key.rows, key.kind, key.captures) for key in keys} == {
-        ("advance", rows, "mixed", (True,)) for rows in (1, 2, 4)
+    assert {(key.run, key.rows, key.kind, key.captures, key.width) for key in keys} == {
+        *(("advance", rows, "mixed", (on,), 1) for rows in (1, 2, 4) for on in (False, True)),
+        *(("step", 1, kind, (), 4) for kind in ("dense", "mixed")),
     }
 
 
@@ -136,13 +137,15 @@ def test_graphs_of_speculation_change_no_bits(name: str, mode: str) -> None:
         "dense_below": 0,
         "speculation": asked,
     }
-    plain = sparse_compile(model, cuda_graphs=False, **options)
+    plain = sparse_compile(model, cuda_graphs=False, async_steps=False, **options)
     graphed = sparse_compile(model, cuda_graphs=True, **options)
     for rows in (prompts(), *([row] for row in prompts())):
         assert generate(graphed, rows) == generate(plain, rows)
-    executor = graphed.engine.executor
-    assert bool(executor.round_buckets) == (mode == "block")
-    assert {key.run for key in executor.buckets} == ({"advance"} if mode == "pipeline" else set())
+    assert graphed.engine.options.async_steps
+    assert {key.run for key in graphed.engine.executor.round_buckets} == {
+        "round" if mode == "block" else "step"
+    }
+    assert not graphed.engine.executor.buckets  # all of it is in one graph
     graphed.engine.check_integrity()
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looped_models import LoopedConfig
+from matrix_models import FixedHuginn
 from runtime_fakes import PROMPTS, generate, greedy, make_engine, oracle, run_all, tokens_of
 from test_engine_models import NEW, compiled, disturb, plain_tokens, run
 from test_engine_models import PROMPTS as MODEL_PROMPTS
@@ -23,6 +25,7 @@ from test_speculation import (
     watch_references,
 )
 
+from sparse_compile import sparse_compile
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.request import SamplingParams, StepOutput
@@ -64,6 +67,28 @@ def test_asynchronous_pipelines_give_the_tokens_of_ordinary_decoding(
         assert engine.pool.held_pages == 0
         looks.append(numbers(engine, "012"))
     assert looks[0] == looks[1]
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_model_with_layers_around_its_loop(dtype: torch.dtype, retention: float) -> None:
+    """Huginn's shape: a prelude whose output each pass of the core reads, and a coda that drafts go through as well."""
+    torch.manual_seed(0)
+    looped = FixedHuginn(LoopedConfig(vocab_size=300, num_hidden_layers=4)).to(dtype).eval()
+    model = sparse_compile(looped, key_retention=retention, page_size=4, prefill_chunk=4, validate=False)
+    repeats = model.program.roll.repeats
+    wanted = model_outputs(make_model_engine(model))
+    if retention == 1.0:
+        for n, prompt in enumerate(MODEL_PROMPTS):
+            own = looped.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            assert own[0, len(prompt) :].tolist() == tokens_of(wanted[str(n)])
+    blocks = [Drafting(loops, rows) for loops in (1, 2, repeats) for rows in (1, 2, 4, 7)]
+    for drafting in (*blocks, *(pipeline(model, loops) for loops in (1, 2, -1))):
+        for async_steps in (True,) if drafting.rows in (2, 7) else (False, True):
+            outputs = model_outputs(make_model_engine(model, drafting=drafting, async_steps=async_steps))
+            for n in range(3):
+                assert tokens_of(outputs[str(n)]) == tokens_of(wanted[str(n)])
 
 
 def numbers(engine: Engine, names: str) -> list[dict[str, Any]]:
