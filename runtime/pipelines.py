@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from sparse_compile.runtime.choices import Trip, accept_or_draw, generators_kept
 from sparse_compile.runtime.flights import (
     BEGUN,
     DRAFTED,
@@ -37,12 +38,7 @@ from sparse_compile.runtime.request import Request
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
 from sparse_compile.runtime.sampler import Drawn, best, largest, processed, race
 from sparse_compile.runtime.scheduler import Work
-from sparse_compile.runtime.speculation import (
-    Speculator,
-    Trip,
-    accept_or_draw,
-    generators_kept,
-)
+from sparse_compile.runtime.speculation import Speculator
 
 
 @dataclass

@@ -15,11 +15,11 @@ from test_engine_models import make_engine as make_model_engine
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
+from sparse_compile.runtime.choices import Choices
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting, EngineOptions
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams, StepOutput
-from sparse_compile.runtime.speculation import Choices
 
 SLOTS = 64
 BLOCK = Drafting(1, 4)

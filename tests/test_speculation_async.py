@@ -24,6 +24,8 @@ from test_speculation import (
     script_pipeline,
     watch_references,
 )
+from test_speculation_sampling import chain_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_compile import sparse_compile
 from sparse_compile.runtime.engine import Engine
@@ -165,6 +167,43 @@ def test_a_second_round_is_submitted_before_the_first_is_read(drafting: Drafting
     assert tokens_of(run_all(engine)["a"]) == oracle(PROMPTS[0], 20, True)
     assert unread == [0] + [1] * (len(unread) - 1)
     assert engine.metrics().waiting_rounds == 0
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Fails where the host would wait for what a device has computed."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        assert not any(name.startswith(word) for word in self.WAITING), name
+        assert name != "index" or not any(one is not None and one.dtype == torch.bool for one in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafting", [Drafting(1, 4), Drafting(2, 3, adaptive=True), PIPELINE], ids=str)
+def test_nothing_is_read_while_a_round_is_submitted(drafting: Drafting, sampled: bool) -> None:
+    engine, _ = chain_engine(drafting, async_steps=True)
+    rounds = engine._runner.rounds
+    assert rounds is not None
+    submit, count = rounds.run, 0
+
+    def watched(works: Any, batch: Any) -> None:
+        nonlocal count
+        count += 1
+        with NothingIsRead():
+            submit(works, batch)
+
+    rounds.run = watched  # type: ignore[method-assign]
+    for n in range(3):
+        generator = torch.Generator().manual_seed(n)
+        params = SamplingParams(9 + n, do_sample=sampled and n != 1, generator=generator, want_logits=sampled)
+        engine.add_request([n], params)
+    while engine.has_unfinished():
+        engine.step()
+    assert count > 3
+    assert engine.metrics().failed_runs == 0
 
 
 @pytest.mark.parametrize("drafting", [Drafting(1, 4), PIPELINE], ids=str)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from runtime_fakes import PROMPTS, greedy, make_engine, run_all, tokens_of
 
+from sparse_compile.runtime.blocks import BlockPlan, run_round
+from sparse_compile.runtime.choices import Luck, accept_or_draw
 from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.flights import FlightPlan, run_step
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams
-from sparse_compile.runtime.sampler import draw
-from sparse_compile.runtime.speculation import Luck, accept_or_draw
+from sparse_compile.runtime.sampler import Drawn, draw
 
 VOCAB = 8
 LIMIT = {7: 24.3, 56: 94.5}  # chi-square by degrees of freedom, one in a thousand
@@ -44,14 +46,20 @@ class Chain:
     def draft(self, plan: RowPlan) -> torch.Tensor:
         return self.early[plan.token_ids[plan.logit_rows]]
 
+    def round(self, plan: BlockPlan) -> Drawn:
+        return run_round(self, plan)
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        return run_step(self, plan)
+
     def advance(self, plan: RowPlan) -> torch.Tensor:
         ends = plan.row_loop[plan.logit_rows, None] == self.loops - 1
         return torch.where(ends, self.prefill(plan), self.draft(plan))
 
 
-def chain_engine(drafting: Drafting | None) -> tuple[Engine, Chain]:
+def chain_engine(drafting: Drafting | None, async_steps: bool = False) -> tuple[Engine, Chain]:
     pool, executor = KVPool(KVSpec(1, 1, 1, 16, torch.float64), 201, "cpu"), Chain()
-    options = EngineOptions(max_context=32, max_seqs=100, drafting=drafting)
+    options = EngineOptions(max_context=32, max_seqs=100, drafting=drafting, async_steps=async_steps)
     return Engine(executor, pool, None, options), executor  # type: ignore[arg-type]
 
 
