@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_compile import sparse_compile
 from sparse_compile.runtime.engine import Engine
+from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.request import SamplingParams, StepOutput
 
@@ -282,6 +283,53 @@ def test_a_round_that_fails_is_repeated_while_another_one_is_unread(
         engine.check_integrity()
     assert not executor.broken
     assert [tokens_of(outputs[str(n)]) for n in range(4)] == wanted
+
+
+class Rerun:
+    """Stands in for a CUDA graph: a replay runs the same again, over the same plan and into the same tensors."""
+
+    def __init__(self, run: Any, made: Any) -> None:
+        self.run, self.made = run, made
+
+    def replay(self) -> None:
+        made = self.run()
+        if isinstance(made, torch.Tensor):
+            self.made.copy_(made)
+            return
+        for name in ("tokens", "logprobs", "flags"):
+            getattr(self.made, name).copy_(getattr(made, name))
+
+
+@pytest.mark.parametrize("drafting", [Drafting(1, 4), Drafting(2, 3, adaptive=True), None], ids=str)
+def test_buckets_with_room_for_others_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, drafting: Drafting | None
+) -> None:
+    """Three requests in buckets of four, and some that draw, whose rounds are put together from other buckets."""
+
+    def captured(self: GraphExecutor, run: Any, device: Any) -> tuple[Rerun, Any]:
+        run()
+        made = run()
+        return Rerun(run, made), made
+
+    monkeypatch.setattr(GraphExecutor, "_captured", captured)
+    model = compiled("ouro", 0.3)
+    found = []
+    for graphs in (False, True):
+        engine = make_model_engine(model, drafting=drafting or pipeline(model, 2), async_steps=True)
+        if graphs:
+            executor = GraphExecutor(engine.executor, page_size=4, rows=(4, 16))  # type: ignore[arg-type]
+            engine.executor = engine._runner.executor = engine._runner.rounds.executor = executor  # type: ignore[union-attr]
+        outputs = model_outputs(engine)
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens("ouro", 0.3)
+        generator = torch.Generator().manual_seed(1)
+        engine.add_request(MODEL_PROMPTS[0], SamplingParams(NEW, do_sample=True, generator=generator), "d")
+        engine.add_request(MODEL_PROMPTS[1], SamplingParams(NEW), "e")
+        outputs = run(engine)
+        found.append([tokens_of(outputs[name]) for name in "de"])
+    assert found[0] == found[1]
+    assert found[0][1] == plain_tokens("ouro", 0.3)[1]
+    runs = {key.run for key in (*executor.round_buckets, *executor.buckets)}
+    assert runs == ({"round", "draft", "verify"} if drafting else {"step", "advance"})
 
 
 def test_drafts_are_charged_for_the_layers_behind_the_loop() -> None:
