@@ -144,12 +144,12 @@ class BlockPlan(DevicePlan):
         """int32 [8, B, width]: the columns of `RowPlan.packed`, all 0 for rows that there is nothing to run for. Tokens
         of all rows but the first are still to come.
         """
-        seat, start, token, rows, end, sparse_from, turn = (row[:, None] for row in self.table[:FACTS])
-        turns, seats = turn.long(), seat.long()
+        facts = self.table.long()
+        seat, start, token, rows, end, sparse_from, turn = (row[:, None] for row in facts[:FACTS])
         unread = start == FROM_DEVICE
-        newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seats], token)
-        start = torch.where(unread, self.seats.reached[turns, 0, seats], start)
-        newest = torch.where(unread, self.seats.reached[turns, REACHED, seats], newest)
+        newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seat], token)
+        start = torch.where(unread, self.seats.reached[turn, 0, seat], start)
+        newest = torch.where(unread, self.seats.reached[turn, REACHED, seat], newest)
         line = torch.arange(self.width, device=self.table.device)
         position = start + line
         active = (line < rows) & (position < end)
@@ -159,8 +159,8 @@ class BlockPlan(DevicePlan):
             position,
             position + 1,
             torch.zeros_like(seat),
-            self.table[FACTS:].t() * sparse,
-            torch.where(sparse, CONSUME, DENSE),
+            facts[FACTS:].t() * sparse,
+            DENSE + sparse * (CONSUME - DENSE),
             self.seats.carry_line(seat, line),
             newest * (line == 0),
         )

@@ -28,6 +28,7 @@ class Flight:
     count: torch.Tensor
     age: torch.Tensor  # steps that the oldest row has behind it; one less for each row after it
     tokens: torch.Tensor
+    facts: torch.Tensor  # int64 [FACTS + width, B]: `DevicePlan.table`
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class FlightPlan(DevicePlan):
     """A step of the rows under way of each request; `start` and `token` of those that take off."""
 
     def flight(self) -> Flight:
-        seat, start, token, _, _, _, turn = self.table[:FACTS].long()
+        facts = self.table.long()
+        seat, start, token, _, _, _, turn = facts[:FACTS]
         aloft = start == FROM_DEVICE
         newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seat], token)
         left = self.seats.reached[turn, :, seat]  # [B, REACHED + lines]
@@ -46,22 +48,23 @@ class FlightPlan(DevicePlan):
             torch.where(aloft, count, 1),
             torch.where(aloft, age, 0),
             torch.where(aloft[:, None], left[:, REACHED:], newest[:, None] * first),
+            facts,
         )
 
     def rows(self, flight: Flight) -> torch.Tensor:
         """int32 [8, B, width]: the columns of `RowPlan.packed`, all 0 for rows that are not under way."""
-        seat, _, _, rows, end, sparse_from, _ = (row[:, None].long() for row in self.table[:FACTS])
+        seat, _, _, _, end, sparse_from, _ = (row[:, None] for row in flight.facts[:FACTS])
         number = torch.arange(self.width, device=self.table.device)
         position = flight.position[:, None] + number
-        active = (number < flight.count[:, None]) & (position < end) & (rows > 0)
+        active = (number < flight.count[:, None]) & (position < end)  # padding ends at 0
         line, sparse = position % self.width, position + 1 >= sparse_from
         columns = (
             seat,
             position,
             position + 1,
             (flight.age[:, None] - number) * self.loops,
-            self.table[FACTS:].t().gather(1, line) * sparse,
-            torch.where(sparse, CONSUME, DENSE),
+            flight.facts[FACTS:].t().gather(1, line) * sparse,
+            DENSE + sparse * (CONSUME - DENSE),
             self.seats.carry_line(seat, line),
             flight.tokens,
         )
@@ -157,7 +160,7 @@ def _move(plan: FlightPlan, flight: Flight, rows: torch.Tensor, drawn: Drawn, dr
     behind = flight.tokens[:, min(1, width - 1)]
     foreseen = ended & (flight.count > 1) & (drawn.tokens == behind)
     lost = ended & ~foreseen
-    end = plan.table[4]
+    seat, _, _, _, end, _, turn = flight.facts[:FACTS]
     begun = active & (flight.age + 1 == flight.count)  # the youngest row
     room = flight.position + flight.count < end
     drafted = begun & room & ~lost & (drafts != FROM_DEVICE)
@@ -174,7 +177,6 @@ def _move(plan: FlightPlan, flight: Flight, rows: torch.Tensor, drawn: Drawn, dr
     drawn.flags = (
         ended * ENDED + foreseen * FORESEEN + drafted * DRAFTED + (active & (flight.age == 0)) * BEGUN
     ) + flight.count * ROWS
-    seat, turn = plan.table[0].long(), plan.table[FACTS - 1].long()
     left = torch.cat((torch.stack((flight.position + ended, count, age), dim=1), tokens), dim=1)
     plan.seats.reached[1 - turn, :, seat] = left
 

@@ -28,6 +28,7 @@ from test_speculation_sampling import chain_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_compile import sparse_compile
+from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.options import Drafting
@@ -70,6 +71,24 @@ def test_asynchronous_pipelines_give_the_tokens_of_ordinary_decoding(
         assert engine.pool.held_pages == 0
         looks.append(numbers(engine, "012"))
     assert looks[0] == looks[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_in_float64_too(name: str, retention: float) -> None:
+    model = sparse_compile(
+        tiny_model(name, dtype=torch.float64),
+        key_retention=retention,
+        page_size=4,
+        prefill_chunk=4,
+        validate=False,
+    )
+    wanted = model_outputs(make_model_engine(model))
+    blocks = [Drafting(d, rows) for d in (1, 2, model.program.roll.repeats) for rows in (1, 2, 4, 7)]
+    for drafting in (*blocks, *(pipeline(model, loops) for loops in (1, 2, -1))):
+        outputs = model_outputs(make_model_engine(model, drafting=drafting, async_steps=True))
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == [tokens_of(wanted[str(n)]) for n in range(3)]
 
 
 @pytest.mark.parametrize("retention", [1.0, 0.3])
