@@ -12,8 +12,8 @@ from sparse_compile.runtime.accounting import SiteLike
 class Drafting:
     """Self-speculation: up to `rows` rows of a request are under way at once, drafted with the first `loops` bodies.
 
-    adaptive: a block has one row more than the rounds before the last one gave tokens. pipeline: rows at several depths instead
-    of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
+    adaptive: a block has one row more than the rounds before the last one gave tokens. pipeline: rows at several depths
+    instead of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
     """
 
     loops: int

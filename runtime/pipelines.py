@@ -123,9 +123,8 @@ class FlightChoices:
 
     def _draft(self, trip: Trip, logits: torch.Tensor, flight: Flight) -> torch.Tensor:
         request, params = trip.request, trip.request.params
-        at = (
-            request.computed + course_of(request).count
-        )  # of a request with a processor, whose steps are all read
+        # Where there is a processor to be told, all steps are read, and this is right.
+        at = request.computed + course_of(request).count
         scores = processed(request, logits, at)
         token = best(scores)
         if params.do_sample:

@@ -23,8 +23,8 @@ class SpeculationConfig:
     draft_loops: loops that a draft runs, before the model's own head reads it; at most those of the model.
     num_draft_tokens: rows of a block: so many tokens come out of a round at most. The first row has a token that is
         known, the others have drafted ones. (A pipeline has as many rows as a token takes steps.)
-    adaptive: blocks get shorter where drafts are rejected: one row more than rounds gave tokens of late, on average. The
-        very last round is left out, since it may not have been read.
+    adaptive: blocks get shorter where drafts are rejected: one row more than rounds gave tokens of late, on average,
+        without the very last round, which may not have been read.
     """
 
     mode: str = "block"
