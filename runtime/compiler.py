@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,6 +37,7 @@ class PieceCompiler:
         self.skinny = skinny
         self.rewritten: dict[str, Rewritten] = {}
         self._runs: dict[tuple[str, int], Run] = {}
+        self._fused: dict[tuple[str, int], Callable[..., Any]] = {}
 
     @property
     def compiled(self) -> int:
@@ -67,6 +70,20 @@ class PieceCompiler:
             module = self._few_rows(code).module if few else code.module
             run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
         return run(*arguments)
+
+    def fuse(self, function: FunctionType, width: int) -> Callable[..., Any]:
+        """A function of tensors with as few kernels as may be; itself, when nothing is compiled. width: a size that
+        its graphs are for; others are symbolic.
+        """
+        if not self.enabled:
+            return function
+        key = (function.__name__, width)
+        if key not in self._fused:
+            # Code of its own, as in `_compile`.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{id(self)}_{width}")
+            own = FunctionType(code, function.__globals__)
+            self._fused[key] = torch.compile(own, fullgraph=True)
+        return self._fused[key]
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:

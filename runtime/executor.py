@@ -20,7 +20,7 @@ from ..passes.program import (
     Program,
     depth_mode_input,
 )
-from .blocks import BlockPlan, run_round
+from .blocks import BlockPlan, padding, run_round
 from .compiler import PieceCompiler
 from .flights import FlightPlan, run_step
 from .kv_pool import KVPool
@@ -129,7 +129,7 @@ class Executor:
     @torch.no_grad()
     def step(self, plan: FlightPlan) -> Drawn:
         """A step of pipelines in which every choice is the largest score."""
-        return run_step(self, plan)
+        return run_step(self, plan, fuse=self.compiler.fuse)
 
     @torch.no_grad()
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
@@ -166,21 +166,38 @@ class Executor:
         prompts = self.compiler.one_of_each_kind((1, 2, MAX_ROWS + 1))
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
         plans = [(self.prefill, padding_plan(seats.block_table, count, "dense")) for count in prompts]
+        flights: list[Callable[[], object]] = []
         if drafting is not None:
             plans += self._drafting_plans(rows, seats, kinds, drafting)
+            flights = self._flights(rows, seats, drafting) if drafting.pipeline else []
         elif loops is None:
             plans += [
                 (self.decode, padding_plan(seats.block_table, count, kind))
                 for count in counts
                 for kind in kinds
             ]
-        steps: list[Callable[[], object]] = [partial(run, plan) for run, plan in plans]
+        steps: list[Callable[[], object]] = [*(partial(run, plan) for run, plan in plans), *flights]
         if loops is None:
             return steps
         for count in counts:
             plan = padding_plan(seats.block_table, count, "mixed", loops=loops)
             steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
         return steps
+
+    def _flights(
+        self, rows: Sequence[int], seats: SeatTable, drafting: Drafting
+    ) -> list[Callable[[], object]]:
+        """Steps of one request and of two: what compiles for two serves more."""
+        pages, most = seats.block_table.shape[1], max(rows, default=0)
+        return [
+            partial(
+                self.step,
+                padding(
+                    FlightPlan, seats, self.store, pages, (count, drafting.rows), drafting.loops, "dense", 0
+                ),
+            )
+            for count in range(1, min(most, 2) + 1)
+        ]
 
     def _drafting_plans(
         self,

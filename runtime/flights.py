@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,60 +20,33 @@ from sparse_compile.runtime.sampler import Drawn, largest
 from sparse_compile.runtime.seats import REACHED
 
 
-@dataclass(frozen=True)
-class Flight:
-    """What is under way, of B requests: int64 [B], and tokens int64 [B, width]; those beyond `count` mean nothing."""
+class Flight(NamedTuple):
+    """What is under way, of B requests: int64 [B], and tokens int64 [B, width]; those beyond `size` mean nothing."""
 
     position: torch.Tensor  # of the oldest row
-    count: torch.Tensor
+    size: torch.Tensor  # how many rows
     age: torch.Tensor  # steps that the oldest row has behind it; one less for each row after it
     tokens: torch.Tensor
-    facts: torch.Tensor  # int64 [FACTS + width, B]: `DevicePlan.table`
+
+
+# A function of tensors, and the width that it is for -> the same with fewer kernels.
+Fuse = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
 class FlightPlan(DevicePlan):
     """A step of the rows under way of each request; `start` and `token` of those that take off."""
 
-    def flight(self) -> Flight:
-        facts = self.table.long()
-        seat, start, token, _, _, _, turn = facts[:FACTS]
-        aloft = start == FROM_DEVICE
-        newest = torch.where(token == FROM_DEVICE, self.seats.last_token[seat], token)
-        left = self.seats.reached[turn, :, seat]  # [B, REACHED + lines]
-        position, count, age = (left[:, n] for n in range(REACHED))
-        first = torch.arange(self.width, device=seat.device) == 0
-        return Flight(
-            torch.where(aloft, position, start),
-            torch.where(aloft, count, 1),
-            torch.where(aloft, age, 0),
-            torch.where(aloft[:, None], left[:, REACHED:], newest[:, None] * first),
-            facts,
-        )
-
-    def rows(self, flight: Flight) -> torch.Tensor:
-        """int32 [8, B, width]: the columns of `RowPlan.packed`, all 0 for rows that are not under way."""
-        seat, _, _, _, end, sparse_from, _ = (row[:, None] for row in flight.facts[:FACTS])
-        number = torch.arange(self.width, device=self.table.device)
-        position = flight.position[:, None] + number
-        active = (number < flight.count[:, None]) & (position < end)  # padding ends at 0
-        line, sparse = position % self.width, position + 1 >= sparse_from
-        columns = (
-            seat,
-            position,
-            position + 1,
-            (flight.age[:, None] - number) * self.loops,
-            flight.facts[FACTS:].t().gather(1, line) * sparse,
-            DENSE + sparse * (CONSUME - DENSE),
-            self.seats.carry_line(seat, line),
-            flight.tokens,
-        )
-        return torch.stack([column.expand_as(active) for column in columns]).int() * active
+    def look(self, fuse: Fuse) -> tuple[Flight, torch.Tensor]:
+        """What is under way, and its rows: int32 [8, B, width], columns of `RowPlan.packed`, 0 where there is none."""
+        seats = self.seats
+        flight = fuse(_flight, self.width)(self.table, seats.last_token, seats.reached)
+        return flight, fuse(_rows, self.width)(self.table, flight, self.loops, 1 + seats.seats)
 
     def step(self, rows: torch.Tensor, flight: Flight) -> RowPlan:
         """All rows; logits of the oldest of each request, then, of pipelines of several rows, of the youngest."""
         first = torch.arange(self.blocks, device=rows.device) * self.width
-        heads = first if self.width == 1 else torch.cat((first, first + flight.count.clamp(min=1) - 1))
+        heads = first if self.width == 1 else torch.cat((first, first + flight.size.clamp(min=1) - 1))
         return self._of_all(rows, heads)
 
     def again(self, rows: torch.Tensor, step: int) -> RowPlan:
@@ -86,6 +59,43 @@ class FlightPlan(DevicePlan):
         depths = frozenset(range(0, self.width * self.loops, self.loops))
         leases = (lease for block in self.leases for lease in block)
         return self.run(rows.flatten(1), heads, self.loops, depths, leases)
+
+
+def _flight(table: torch.Tensor, last_token: torch.Tensor, reached: torch.Tensor) -> Flight:
+    seat, start, token, _, _, _, turn = table[:FACTS].long()
+    aloft = start == FROM_DEVICE
+    newest = torch.where(token == FROM_DEVICE, last_token[seat], token)
+    left = reached[turn, :, seat]  # [B, REACHED + width]
+    tokens = left[:, REACHED:]
+    first = torch.arange(tokens.shape[1], device=seat.device) == 0
+    return Flight(
+        torch.where(aloft, left[:, 0], start),
+        torch.where(aloft, left[:, 1], 1),
+        torch.where(aloft, left[:, 2], 0),
+        torch.where(aloft[:, None], tokens, newest[:, None] * first),
+    )
+
+
+def _rows(table: torch.Tensor, flight: Flight, loops: int, lines: int) -> torch.Tensor:
+    """lines: from one carry line of a seat to its next, see `SeatTable.carry_line`."""
+    width = flight.tokens.shape[1]
+    facts = table.long()
+    seat, end, sparse_from = (facts[n][:, None] for n in (0, 4, 5))
+    number = torch.arange(width, device=table.device)
+    position = flight.position[:, None] + number
+    active = (number < flight.size[:, None]) & (position < end)  # padding ends at 0
+    line, sparse = position % width, position + 1 >= sparse_from
+    columns = (
+        seat,
+        position,
+        position + 1,
+        (flight.age[:, None] - number) * loops,
+        facts[FACTS:].t().gather(1, line) * sparse,
+        DENSE + sparse * (CONSUME - DENSE),
+        seat + line * lines,
+        flight.tokens,
+    )
+    return torch.stack([column.expand_as(active) for column in columns]).int() * active
 
 
 class FlightChooser(Protocol):
@@ -122,63 +132,71 @@ class Pilot(Protocol):
 ENDED, FORESEEN, DRAFTED, BEGUN, ROWS = 1, 2, 4, 8, 16
 
 
+def _as_it_is(function: Any, width: int) -> Any:
+    return function
+
+
 def run_step(
     executor: Pilot,
     plan: FlightPlan,
     chooser: FlightChooser | None = None,
     check: Callable[[RowPlan], None] | None = None,
+    fuse: Fuse = _as_it_is,
 ) -> Drawn:
     """Submits a step; nothing is read. The tokens behind the oldest row of each request; flags: see above.
 
     What it reads of the requests it does not change, but what rows carry it does: a step that failed can be repeated
     after `run_again`.
     """
-    chooser, flight = chooser or LargestOfAll(), plan.flight()
-    rows = plan.rows(flight)
+    chooser = chooser or LargestOfAll()
+    flight, rows = plan.look(fuse)
     plan.begin(rows, (rows[LENGTH] > 0) & (rows[LOOP] == 0))
     logits = submit(executor.advance, plan.step(rows, flight), check)
     drawn = chooser.decide(logits[: plan.blocks], flight)
-    may_draft = torch.full_like(flight.count, plan.width > 1, dtype=torch.bool)
+    may_draft = torch.full_like(flight.size, plan.width > 1, dtype=torch.bool)
     drafts = chooser.propose(logits[-plan.blocks :], flight, may_draft)
-    _move(plan, flight, rows, drawn, torch.where(may_draft, drafts, FROM_DEVICE))
+    drafts = torch.where(may_draft, drafts, FROM_DEVICE)
+    drawn.flags, left, given_up = fuse(_move, plan.width)(plan.table, flight, rows, drawn.tokens, drafts)
+    if plan.store is not None:
+        plan.store.clear_rejected(rows[SLOT].long(), given_up)
+    seat, turn = plan.table[0].long(), plan.table[FACTS - 1].long()
+    plan.seats.reached[1 - turn, :, seat] = left
     return drawn
 
 
 def run_again(executor: Pilot, plan: FlightPlan, check: Callable[[RowPlan], None] | None = None) -> None:
     """Takes rows that were lost up to their depths once more, from their tokens; the layers behind the loop as well."""
-    rows = plan.rows(plan.flight())
+    _, rows = plan.look(_as_it_is)
     for step in range(plan.width - 1):
         submit(executor.advance, plan.again(rows, step), check)
 
 
-def _move(plan: FlightPlan, flight: Flight, rows: torch.Tensor, drawn: Drawn, drafts: torch.Tensor) -> None:
-    """The flight after the step: one row out, one in, or the right token alone behind a wrong draft. drafts: int64 [B],
-    FROM_DEVICE for none.
+def _move(
+    table: torch.Tensor, flight: Flight, rows: torch.Tensor, finals: torch.Tensor, drafts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """After a step: one row out, one in, or the right token alone behind a wrong draft. finals, drafts: int64 [B],
+    FROM_DEVICE for no draft.
+
+    Flags [B], what is to be left in `SeatTable.reached` [B, REACHED + width], and the rows that are given up, bool
+    [B, width].
     """
-    width, active = plan.width, rows[LENGTH, :, 0] > 0
+    width, active = flight.tokens.shape[1], rows[LENGTH, :, 0] > 0
     ended = active & (flight.age + 1 == width)
-    behind = flight.tokens[:, min(1, width - 1)]
-    foreseen = ended & (flight.count > 1) & (drawn.tokens == behind)
+    foreseen = ended & (flight.size > 1) & (finals == flight.tokens[:, min(1, width - 1)])
     lost = ended & ~foreseen
-    seat, _, _, _, end, _, turn = flight.facts[:FACTS]
-    begun = active & (flight.age + 1 == flight.count)  # the youngest row
-    room = flight.position + flight.count < end
+    begun = active & (flight.age + 1 == flight.size)  # the youngest row
+    room = flight.position + flight.size < table[4]
     drafted = begun & room & ~lost & (drafts != FROM_DEVICE)
+    flags = ended * ENDED + foreseen * FORESEEN + drafted * DRAFTED + (active & (flight.age == 0)) * BEGUN
 
     number = torch.arange(width, device=rows.device)
-    tokens = torch.where(number == flight.count[:, None], drafts[:, None], flight.tokens)
+    tokens = torch.where(number == flight.size[:, None], drafts[:, None], flight.tokens)
     tokens = torch.where(foreseen[:, None], _shifted(tokens, drafts), tokens)
-    tokens = torch.where(lost[:, None], drawn.tokens[:, None], tokens)
-    count = torch.where(lost, 1, flight.count + drafted.long() - foreseen.long())
+    tokens = torch.where(lost[:, None], finals[:, None], tokens)
+    count = torch.where(lost, 1, flight.size + drafted.long() - foreseen.long())
     age = torch.where(lost, 0, flight.age + 1 - foreseen.long())
-    if plan.store is not None:
-        given_up = lost[:, None] & (number > 0)
-        plan.store.clear_rejected(rows[SLOT].long(), given_up)
-    drawn.flags = (
-        ended * ENDED + foreseen * FORESEEN + drafted * DRAFTED + (active & (flight.age == 0)) * BEGUN
-    ) + flight.count * ROWS
     left = torch.cat((torch.stack((flight.position + ended, count, age), dim=1), tokens), dim=1)
-    plan.seats.reached[1 - turn, :, seat] = left
+    return flags + flight.size * ROWS, left, lost[:, None] & (number > 0)
 
 
 def _shifted(tokens: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ class FlightChoices:
             luck, chances = trip.luck(1, scores), self._chances(request, scores)
             mine = slice(trip.number, trip.number + 1)
             behind = (flight.position[mine] + 1) % self.lines
-            drafted = flight.count[mine, None] > 1
+            drafted = flight.size[mine, None] > 1
             proposal = torch.where(drafted, chances.index_select(0, behind), 0)
             draft = torch.where(drafted, flight.tokens[mine, min(1, self.lines - 1), None], 0)
             token = accept_or_draw(logs.exp(), draft, proposal, luck.keeps, luck.finals)
@@ -130,7 +130,7 @@ class FlightChoices:
         if params.do_sample:
             chance, chances = scores.softmax(dim=-1), self._chances(request, scores)
             mine = slice(trip.number, trip.number + 1)
-            chances.index_copy_(0, (flight.position[mine] + flight.count[mine]) % self.lines, chance)
+            chances.index_copy_(0, (flight.position[mine] + flight.size[mine]) % self.lines, chance)
             token = race(chance, trip.luck(1, scores).drafts)
         if params.processor is not None:
             request.note(token[0], at)

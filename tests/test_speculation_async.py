@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict
 from typing import Any
 
@@ -29,10 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
+from sparse_compile.runtime.blocks import BlockFacts, build
+from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.engine import Engine
+from sparse_compile.runtime.flights import FlightPlan, run_step
 from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.request import SamplingParams, StepOutput
+from sparse_compile.runtime.seats import SeatTable
 
 PIPELINE = Drafting(1, 3, pipeline=True)  # of the fake model
 
@@ -302,6 +307,31 @@ def test_a_round_that_fails_is_repeated_while_another_one_is_unread(
         engine.check_integrity()
     assert not executor.broken
     assert [tokens_of(outputs[str(n)]) for n in range(4)] == wanted
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_pipelines_are_the_same() -> None:
+    """What lies between the runs, by Inductor: flights of all kinds, in batches of several sizes."""
+    compiler, chance, width = PieceCompiler(enabled=True), random.Random(0), 3
+    for count in (3, 1, 2, 5):
+        left = []
+        _, executor = chain_engine(None)
+        seats = SeatTable(6, 2, "cpu", width)
+        for seat in range(1, 7):
+            rows = chance.randint(1, width)
+            age = chance.randint(rows - 1, width - 1)
+            facts = [chance.randint(0, 9), rows, age, *(chance.randint(0, 7) for _ in range(width))]
+            seats.reached[:, :, seat] = torch.tensor(facts)
+        facts = [BlockFacts(1 + n, -1 if n % 3 else 4, n - 1, width, 7 + n, 99, n % 2) for n in range(count)]
+        before = seats.reached.clone()
+        for fuse in (lambda function, width: function, compiler.fuse):
+            seats.reached.copy_(before)
+            plan = build(FlightPlan, seats, None, facts, 1, "dense", 9, [()] * count)
+            drawn = run_step(executor, plan, fuse=fuse)
+            left.append((drawn.flags, drawn.tokens, seats.reached.clone()))
+        for one, other in zip(*left, strict=True):
+            assert torch.equal(one, other)
+    assert len(compiler._fused) == 3
 
 
 class Rerun:
