@@ -95,12 +95,16 @@ def test_asynchronous_rounds_give_the_tokens_of_ordinary_decoding(
     assert mixed[0] == mixed[1]
 
 
-@pytest.mark.parametrize("asked", SPECULATIONS, ids=str)
-def test_graphs_change_no_bits_of_asynchronous_rounds(asked: SpeculationConfig) -> None:
+@pytest.mark.parametrize(
+    ("asked", "inductor"),
+    [*((asked, False) for asked in SPECULATIONS), (SPECULATIONS[0], True), (SPECULATIONS[-1], True)],
+    ids=str,
+)
+def test_graphs_change_no_bits_of_asynchronous_rounds(asked: SpeculationConfig, inductor: bool) -> None:
     """Tokens and log-probabilities of requests alone; tokens of four together, some of which draw."""
     found = []
     for graphs in (False, True):
-        engine = make_engine(speculation=asked, async_steps=True, cuda_graphs=graphs)
+        engine = make_engine(speculation=asked, async_steps=True, cuda_graphs=graphs, inductor=inductor)
         alone: list[tuple[int, float]] = []
         for row in ROWS:
             engine.add_request(row, SamplingParams(NEW))
