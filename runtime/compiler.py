@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class PieceCompiler:
         self.skinny = skinny
         self.rewritten: dict[str, Rewritten] = {}
         self._runs: dict[tuple[str, int], Run] = {}
+        self._fused: dict[tuple[str, int], Callable[..., Any]] = {}
 
     @property
     def compiled(self) -> int:
@@ -78,6 +80,20 @@ class PieceCompiler:
     def rows(code: Code, arguments: Sequence[torch.Tensor]) -> int:
         """How many rows a call has; 1 for a code that reads none."""
         return arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
+
+    def fuse(self, function: FunctionType, width: int) -> Callable[..., Any]:
+        """A function of tensors with as few kernels as may be; itself, when nothing is compiled. width: a size that
+        its graphs are for; others are symbolic.
+        """
+        if not self.enabled:
+            return function
+        key = (function.__name__, width)
+        if key not in self._fused:
+            # Code of its own, as in `_compile`.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{id(self)}_{width}")
+            own = FunctionType(code, function.__globals__)
+            self._fused[key] = torch.compile(own, fullgraph=True)
+        return self._fused[key]
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:
