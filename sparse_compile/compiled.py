@@ -284,7 +284,7 @@ class CompiledModel:
         )
 
     def __repr__(self) -> str:
-        counts = self.report(contexts=()).counts
+        counts = self.program.counts()
         kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
         retention = self.sparse_config.key_retention if self.sparse_config.enabled else "off"
         return f"CompiledModel({type(self.model).__name__}, key_retention={retention}, {kinds})"
