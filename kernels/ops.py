@@ -19,10 +19,10 @@ Tensor arguments come in the field order of `arguments.Attention` and `arguments
 there. A schema names what the op mutates; results are fresh contiguous memory of q's shape and dtype and
 alias no input. Inputs may have any strides. All rows' k and v are written before any row attends, so the rows
 of one prefill chunk see each other. `implementation` is one of `arguments.IMPLEMENTATIONS`. `query_rows` is what the
-caller promises of the rows: 0 nothing, 1 that no two rows belong to one sequence, R > 1 that each R consecutive rows
-belong to one. `captures=False` promises that no row of a mixed call has mode capture. `keep_first` and `keep_last`: so
-many of the first and last visible keys are retained whatever their scores (`retention.Retention`). The ops are for
-inference and define no gradient.
+caller promises of the rows: 0 nothing, 1 that none reads a key that another one writes (rows of different sequences, or
+at different loops), R > 1 that each R consecutive rows belong to one sequence and loop. `captures=False` promises that
+no row of a mixed call has mode capture. `keep_first` and `keep_last`: so many of the first and last visible keys are
+retained whatever their scores (`retention.Retention`). The ops are for inference and define no gradient.
 """
 
 from __future__ import annotations

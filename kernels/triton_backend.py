@@ -217,8 +217,11 @@ def _attend(
     return scratch
 
 
+_TILE = 32 * 128  # numbers of the queries that share a tile, at most
+
+
 def _query_rows(a: Attention, per_head: bool) -> int:
-    """Rows of one sequence that share a tile."""
+    """Rows of one sequence that share a tile; 1 where so many would not fit into registers."""
     group = max(1, a.query_rows)
     if per_head and group > 1:
         raise ValueError(
@@ -226,7 +229,7 @@ def _query_rows(a: Attention, per_head: bool) -> int:
         )
     if a.rows % group:
         raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
-    return group
+    return group if group * a.group * next_power_of_2(a.head_dim) <= _TILE else 1
 
 
 def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -40,7 +40,7 @@ class Code:
     @cached_property
     def row_outputs(self) -> tuple[int, ...]:
         """Places of the outputs whose first dimension is rows."""
-        made = self.module.graph.output_node().args[0]
+        made = cast("tuple[fx.Node, ...]", self.module.graph.output_node().args[0])
         return tuple(at for at, node in enumerate(made) if is_row_tensor(node))
 
 

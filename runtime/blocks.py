@@ -8,7 +8,7 @@ made of them on the device, from what the last round has left there (`SeatTable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -172,13 +172,14 @@ class BlockPlan(DevicePlan):
         leases = (lease for block in self.leases for lease in block[number : number + 1])
         return self.run(rows[:, :, number].contiguous(), heads, self.loops, frozenset({0}), leases)
 
-    def whole(self, rows: torch.Tensor, loops: int) -> RowPlan:
-        """All rows through the last `loops` bodies."""
+    def whole(self, rows: torch.Tensor, loops: int, share: bool = False) -> RowPlan:
+        """All rows through the last `loops` bodies. share: those of a block may be attended together."""
         rows = rows.clone()
         rows[LOOP] = torch.where(rows[LENGTH] > 0, self.loops, 0)
         heads = torch.arange(rows[0].numel(), device=rows.device)
         leases = (lease for block in self.leases for lease in block)
-        return self.run(rows.flatten(1), heads, loops, frozenset({self.loops}), leases)
+        run = self.run(rows.flatten(1), heads, loops, frozenset({self.loops}), leases)
+        return replace(run, block_rows=self.width) if share else run
 
 
 class Chooser(Protocol):
@@ -217,8 +218,11 @@ def run_round(
     plan: BlockPlan,
     chooser: Chooser | None = None,
     check: Callable[[RowPlan], None] | None = None,
+    share: bool = False,
 ) -> Drawn:
     """Submits a round; nothing is read. The tokens behind all rows, those of a block side by side; flags: which count.
+
+    share: rows of a block may be attended together, so their bits may depend on each other.
 
     Until its very end a round changes nothing that it reads, so that it can be repeated.
     """
@@ -230,7 +234,7 @@ def run_round(
         if line + 1 < plan.width:
             drafts.append(chooser.propose(logits, rows, line))
             rows[TOKEN, :, line + 1] = drafts[-1] * (rows[LENGTH, :, line + 1] > 0)
-    logits = submit(executor.verify, plan.whole(rows, executor.loops - plan.loops), check)
+    logits = submit(executor.verify, plan.whole(rows, executor.loops - plan.loops, share), check)
     drafted = torch.stack(drafts, dim=1) if drafts else rows.new_zeros(plan.blocks, 0)
     drawn = chooser.decide(logits, rows, drafted)
     accept(plan, rows, drawn, drafted)

@@ -30,7 +30,7 @@ class PieceCompiler:
     """
 
     few_rows = MAX_ROWS  # beyond them a graph may run with other products
-    fixed = False  # whether bits of the products for few rows must not depend on the number of rows
+    fixed = False  # whether the bits of a row must not depend on the rows beside it
 
     def __init__(
         self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool = False

@@ -91,6 +91,7 @@ class OneRowEach(PieceCompiler):
     """For the CPU: up to FIXED_ROWS rows run one by one, compiled or operation by operation."""
 
     few_rows = FIXED_ROWS
+    fixed = True
 
     def kind(self, rows: int) -> int:
         """What row counts have in common that share a graph."""

@@ -19,14 +19,14 @@ from ..passes.program import (
     POOL_INPUTS,
     STORE_INPUTS,
     Program,
-    depth_mode_input,
 )
 from .blocks import BlockPlan, padding, run_round
 from .compiler import PieceCompiler
+from .depths import Depths
 from .flights import FlightPlan, run_step
 from .kv_pool import KVPool
 from .options import Drafting
-from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
+from .plan import ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
 from .sampler import Drawn
 from .seats import SeatTable
@@ -35,8 +35,7 @@ Environment = dict[str, torch.Tensor]
 Given = ParamSpec("Given")
 RunOp = Callable[[CutStage, OpCall, tuple[Any, ...]], torch.Tensor]
 
-_MODES = {"dense": DENSE, "capture": CAPTURE, "consume": CONSUME}
-_ONE_ROW_EACH = {"query_rows": 1}  # no two rows of a decode step belong to one sequence
+_ONE_ROW_EACH = {"query_rows": 1}  # none reads a key that another one writes
 
 
 def _selections_beside(run: Callable[Given, torch.Tensor]) -> Callable[Given, torch.Tensor]:
@@ -78,18 +77,14 @@ class Executor:
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
-        self.kinds = program.depth_kinds()
-        # int32 [sites of a body, loops]: what a sparse row does there
-        modes = [[_MODES[kind] for kind in row] for row in self.kinds]
-        self._modes = torch.tensor(modes, dtype=torch.int32, device=self.device)
-        self._captures = [any(row[loop] == "capture" for row in self.kinds) for loop in range(self.loops)]
+        self.depths = Depths(program, self.device)
         self._carried: Environment = {}  # [lines, ...] each
         self._shared: Environment = {}  # what drafts leave for verification that is the same for all rows
 
     @property
     def loops(self) -> int:
         """Bodies that a row goes through; 1 for a program that is not rolled."""
-        return self.program.roll.repeats if self.program.roll is not None else 1
+        return self.depths.loops
 
     @torch.no_grad()
     def prefill(self, plan: RowPlan) -> torch.Tensor:
@@ -134,8 +129,9 @@ class Executor:
         environment = self._environment(plan) | self._shared
         lines = plan.row_carry.long()
         environment |= {name: kept.index_select(0, lines) for name, kept in self._carried.items()}
-        self._layers(bodies[self.loops - (plan.loops or 0) :], environment, plan, _call)
-        return self._tail(tail, environment, plan, _call)
+        op = _call_blocks(plan.block_rows)
+        self._layers(bodies[self.loops - (plan.loops or 0) :], environment, plan, op)
+        return self._tail(tail, environment, plan, op)
 
     @torch.no_grad()
     def force(self, plan: RowPlan, retention: Retention | None = None) -> torch.Tensor:
@@ -153,7 +149,7 @@ class Executor:
     @torch.no_grad()
     def round(self, plan: BlockPlan) -> Drawn:
         """A whole round of blocks in which every choice is the largest score."""
-        return run_round(self, plan)
+        return run_round(self, plan, share=not self.compiler.fixed)
 
     @torch.no_grad()
     def step(self, plan: FlightPlan) -> Drawn:
@@ -168,7 +164,7 @@ class Executor:
         The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
         begun, and without meaning for others. captures: as in `decode`.
         """
-        captures = self.captures_at(plan) if captures is None else captures
+        captures = self.depths.captures_at(plan) if captures is None else captures
         return self._some_loops(plan, captures, pipeline=True)
 
     @torch.no_grad()
@@ -176,10 +172,10 @@ class Executor:
     def decode(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """The logits of a step of one row per sequence; of those rows that have been through the whole model.
 
-        captures: for each body of a run of some loops, whether a row may capture there; None takes `captures_at`.
+        captures: for each body of a run of some loops, whether a row may capture there; None: `depths.captures_at`.
         """
         if plan.loops is not None:
-            return self._some_loops(plan, self.captures_at(plan) if captures is None else captures)
+            return self._some_loops(plan, self.depths.captures_at(plan) if captures is None else captures)
         return self._through(plan.kind if self.program.sparse else "dense", plan, _call_one_row_each)
 
     def warm_up(
@@ -212,7 +208,9 @@ class Executor:
             return steps
         for count in counts:
             plan = padding_plan(seats.block_table, count, "mixed", loops=loops)
-            steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
+            steps += [
+                partial(self.decode, plan, captures) for captures in self.depths.capture_choices(loops, kinds)
+            ]
         return steps
 
     def _flights(
@@ -260,26 +258,6 @@ class Executor:
         """Gives `seat` what `save` returned, perhaps of another seat."""
         for tensor, value in zip(self._carried.values(), carried, strict=True):
             tensor[seat].copy_(value, non_blocking=True)
-
-    def captures_at(self, plan: RowPlan) -> tuple[bool, ...]:
-        """For each body of a run of some loops: whether a row may capture there, as far as the host knows."""
-        return tuple(
-            plan.kind != "dense"
-            and any(self._captures[depth + step] for depth in plan.depths if depth + step < self.loops)
-            for step in range(plan.loops or 0)
-        )
-
-    def capture_choices(self, loops: int, kinds: Sequence[ProgramKind]) -> list[tuple[bool, ...]]:
-        """Everything that `captures_at` may say of runs of `loops` bodies: rows stand at any of the depths where such
-        runs begin, and only those that are not dense capture.
-        """
-        found = {(False,) * loops}
-        if any(kind != "dense" for kind in kinds):
-            for depth in range(0, self.loops, loops):
-                steps = range(depth, depth + loops)
-                at = tuple(step < self.loops and self._captures[step] for step in steps)
-                found |= {tuple(map(any, zip(at, other, strict=True))) for other in found}
-        return sorted(found)
 
     # ------------------------------------------------------------------ the whole model
 
@@ -345,25 +323,20 @@ class Executor:
         """
         self._check_rolled(plan)
         prologue, body, *epilogue, head = self.variants["depth"]
+        first, *inside, last = self.depths.stages(plan, len(captures), pipeline, self.compiler.fuse)
         environment = self._environment(plan)
-        active, depth = plan.row_length > 0, plan.row_loop
-        begins = active & (depth == 0)
-        environment |= self._run(prologue, environment | self._rows_at(plan, begins, 0), _call_one_row_each)
-        environment |= self._resumed(prologue, environment, plan, begins)
-        for step, captured in enumerate(captures):
-            alive = active & (depth + step < self.loops)
-            made = self._run(
-                body, environment | self._rows_at(plan, alive, step), _call_mixed(captured, pipeline)
-            )
+        environment |= self._run(prologue, environment | first.inputs, _call_one_row_each)
+        environment |= self._resumed(prologue, environment, plan, first.alive)
+        for rows, captured in zip(inside, captures, strict=True):
+            made = self._run(body, environment | rows.inputs, _call_at_depths(captured))
             for name, new in made.items():
-                environment[name] = _where(alive, new, environment[name]) if name in environment else new
+                environment[name] = _where(rows.alive, new, environment[name]) if name in environment else new
         for name, kept in self._carried.items():
             kept.index_copy_(0, plan.row_carry.long(), environment[name])
-        heads = active & (depth + len(captures) >= self.loops)
-        heads = heads | begins if pipeline else heads
         for cut in epilogue:
-            rows = self._rows_at(plan, heads, 0)
-            environment |= self._run(cut, environment | rows, _call if pipeline else _call_one_row_each)
+            environment |= self._run(
+                cut, environment | last.inputs, _call if pipeline else _call_one_row_each
+            )
         return self._logits(head, environment, plan)
 
     def _resumed(
@@ -406,16 +379,6 @@ class Executor:
                 else:
                     self._shared[name] = environment[name].clone()
 
-    def _rows_at(self, plan: RowPlan, alive: torch.Tensor, step: int) -> Environment:
-        """Plan inputs `step` bodies after the plan's start; rows that are not `alive` are padding there."""
-        rows = {name: value * alive for name, value in _row_inputs(plan).items() if name != "block_table"}
-        depth = (plan.row_loop + step) * alive
-        rows["row_loop"] = depth
-        sparse = rows["row_mode_consume"] == CONSUME
-        for number, modes in enumerate(self._modes):
-            rows[depth_mode_input(number)] = torch.where(sparse, modes[depth], rows["row_mode_consume"])
-        return rows
-
 
 def _row_inputs(plan: RowPlan) -> Environment:
     """The inputs of our ops that the plan gives, as they are where a row's depth is the stage's."""
@@ -430,6 +393,17 @@ def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 
 def _call(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
     return call.target(*args, **call.kwargs)
+
+
+def _call_blocks(rows: int) -> RunOp:
+    """For blocks of so many rows of one sequence each, which read its keys and values once where they read all."""
+    shares = (torch.ops.sparse_compile.dense.default, torch.ops.sparse_compile.capture.default)
+
+    def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
+        promise = {"query_rows": rows} if rows > 1 and call.target in shares else {}
+        return call.target(*args, **(call.kwargs | promise))
+
+    return op
 
 
 def _call_keeping(retention: Retention) -> RunOp:
@@ -448,14 +422,14 @@ def _call_one_row_each(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> to
     return call.target(*args, **(call.kwargs | _ONE_ROW_EACH))
 
 
-def _call_mixed(captures: bool, pipeline: bool) -> RunOp:
-    """For the body that rows at any depth go through. captures: whether one of them may capture there. pipeline:
-    several of them may belong to one sequence.
+def _call_at_depths(captures: bool) -> RunOp:
+    """For the body that rows at any depth go through. captures: whether one of them may capture there.
+
+    Several of them may belong to one sequence, each at a depth of its own, which has keys and values of its own.
     """
-    promise = {} if pipeline else _ONE_ROW_EACH
 
     def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
         mixed = call.target is torch.ops.sparse_compile.mixed.default
-        return call.target(*args, **(call.kwargs | promise | ({"captures": captures} if mixed else {})))
+        return call.target(*args, **(call.kwargs | _ONE_ROW_EACH | ({"captures": captures} if mixed else {})))
 
     return op

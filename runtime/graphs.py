@@ -155,7 +155,7 @@ class GraphExecutor:
         heads = run != "draft" or plan.logit_rows.shape[0] > 0
         if plan.loops is None or run in ("draft", "verify"):  # all rows at one depth
             return BucketKey(rows, plan.kind, pages, plan.loops, (), run, heads)
-        return BucketKey(rows, "mixed", pages, plan.loops, self.inner.captures_at(plan), run, heads)
+        return BucketKey(rows, "mixed", pages, plan.loops, self.inner.depths.captures_at(plan), run, heads)
 
     def widths(self, table_pages: int) -> list[int]:
         """Every width of block table that a bucket may have, in pages."""
@@ -212,7 +212,7 @@ class GraphExecutor:
         widths = self.widths(table_pages)[::-1]
         if loops is None:
             return [BucketKey(count, kind, pages) for count in wanted for pages in widths for kind in kinds]
-        choices = self.inner.capture_choices(loops, kinds)
+        choices = self.inner.depths.capture_choices(loops, kinds)
         return [
             BucketKey(count, "mixed", pages, loops, captures)
             for count in wanted
@@ -248,7 +248,7 @@ class GraphExecutor:
         loops = drafting.loops
         choices = {(False,) * loops}
         if any(kind != "dense" for kind in kinds):
-            choices.add(tuple(map(any, zip(*self.inner.capture_choices(loops, kinds), strict=True))))
+            choices.add(tuple(map(any, zip(*self.inner.depths.capture_choices(loops, kinds), strict=True))))
         advances = {
             replace(key, kind="mixed", loops=loops, run="advance", captures=one)
             for key in more

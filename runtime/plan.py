@@ -72,6 +72,9 @@ class RowPlan:
     loops: int | None = None  # bodies to run from each row's depth on; None: the whole model, from its start
     depths: frozenset[int] = frozenset({0})  # row_loop of the active rows, known to the host
     carry_lines: int = 0  # row_carry stays below it
+    block_rows: int = (
+        0  # each so many consecutive rows belong to one sequence, where they may share a tile; 0: may not
+    )
 
     ROW_FIELDS = ("row_seq", "row_position", "row_length", "row_loop", "row_slot", "row_mode", "row_carry")
 

@@ -74,6 +74,10 @@ class FakeInner:
 
     loops = 4
 
+    @property
+    def depths(self) -> FakeInner:
+        return self
+
     def captures_at(self, plan: object) -> tuple[bool, ...]:
         return (True,) * (plan.loops or 0)  # type: ignore[attr-defined]
 

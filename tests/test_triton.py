@@ -184,16 +184,50 @@ def test_writing_fused_equals_writing_first(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_one_sequence_share_a_tile(device: str) -> None:
-    case = build(Shape(((40, 4), (21, 4)), heads=(4, 2), dtype=torch.float32, device=device))
-    places = zip(case.plan["row_seq"].tolist(), case.plan["row_position"].tolist(), strict=True)
-    case = case.select([row for row, _ in sorted(enumerate(places), key=lambda item: item[1])])
+@pytest.mark.parametrize("window", [0, 13])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 8), ((32, 1), 80)], ids=["share", "too many for a tile"])
+def test_rows_of_one_sequence_share_a_tile(
+    device: str, window: int, heads: tuple[int, int], dim: int
+) -> None:
+    """Blocks of four rows; two rows of the last block are padding."""
+    sequences = ((40, 4), (21, 4), (35, 2))
+    case = build(Shape(sequences, heads, dim, padding=2, window=window, dtype=torch.float32, device=device))
+    case = case.select(in_blocks(case, sequences=3))
     from sparse_compile.kernels import triton_backend
 
     mine = case.copy()
-    out = torch.empty_like(mine.q)
+    out = torch.full_like(mine.q, 7.0)
     triton_backend.dense(replace(mine.attention, k=mine.k, v=mine.v, query_rows=4), out)
     assert_as_good_as_eager(out, naive_dense(case), call(case.to(torch.float64), "dense", "reference"))
+    assert not out[-2:].any()
+
+
+def in_blocks(case: Case, sequences: int) -> list[int]:
+    """Rows by sequence and position, padding last."""
+    places = zip(case.plan["row_seq"].tolist(), case.plan["row_position"].tolist(), strict=True)
+    where = [(sequence or sequences + 1, position) for sequence, position in places]
+    return sorted(range(case.rows), key=where.__getitem__)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_share_a_tile_are_captured(device: str) -> None:
+    """What each row selects is what it selects on its own, given the same scores."""
+    sequences = ((40, 4), (70, 4))
+    case = build(Shape(sequences, heads=(4, 2), dtype=torch.float32, integers=True, device=device))
+    case = case.select(in_blocks(case, sequences=2))
+    args, kwargs = arguments(shared := case.copy(), "capture", "triton")
+    together = torch.ops.sparse_compile.capture(*args, **kwargs, query_rows=4)
+    out, alone = run(case, "capture")
+    torch.testing.assert_close(together, out, rtol=1e-5, atol=1e-5)
+    for row in range(case.rows):
+        slot = int(case.store["row_slot"][row])
+        count = int(alone.store["count"][slot, SITE])
+        assert int(shared.store["count"][slot, SITE]) == count
+        assert torch.equal(
+            shared.store["index"][slot, SITE, :, :count], alone.store["index"][slot, SITE, :, :count]
+        )
+        for name in ("mass", "c_ref"):
+            torch.testing.assert_close(shared.store[name][slot, SITE], alone.store[name][slot, SITE])
 
 
 @pytest.mark.parametrize("device", DEVICES)
