@@ -32,6 +32,7 @@ from .triton_attention import (
 )
 from .triton_cut import cut_kernel
 from .triton_guesses import GUESS_FIELDS
+from .triton_narrow import PLACE_FIELDS, narrow_kernel
 from .triton_select import retain_kernel
 from .triton_tuning import Tiles, tiles_for
 
@@ -96,8 +97,11 @@ class Scratch:
         self.selected = arrivals(device, lines, "selection") if capacity else self.arrived
         if not capacity:
             lines = 0
-        room = max(tiles.register_scores, tiles.piece)
+        self.long = self.keys > tiles.short  # some rows may be
+        room = max(tiles.short, tiles.piece, tiles.narrow_piece, tiles.listed)
         self.scores = _with_room(lines, 16 * cdiv(self.keys, 16), room, device)
+        self.lists = _with_room(lines if self.long else 0, 16 * cdiv(self.keys, 16), room, device)
+        self.places = empty(lines if self.long else 0, self.units, PLACE_FIELDS, dtype=torch.int32)
         self.stats = empty(lines, 2)
         self.guess_acc = empty(lines, self.units, self.guesses, self.width)
         self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
@@ -134,6 +138,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def _most_units(tiles: Tiles, keys: int) -> int:
+    """How many units a row of up to `keys` keys may have."""
+    return min(tiles.max_units, cdiv(keys, tiles.min_unit))
+
+
 def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, int, int]:
     """(programs per line, units of each, stages) of a launch with `lines` tiles; how many programs follows from what
     the block table and the store could hold.
@@ -149,7 +158,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         return kept, 1, tiles.stages or 3
     # The largest unit, and the most units: a shorter row may have more of them than the longest, smaller ones.
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
-    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
+    units = _most_units(tiles, keys)
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
@@ -283,17 +292,26 @@ def _settle(a: Attention, store: Store) -> None:
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
     """Which score each (row, head) retains from, and how many keys that are in each block."""
-    tiles = scratch.tiles
-    widest = next_power_of_2(max(4 * tiles.block, scratch.keys))
-    most = min(tiles.register_scores, widest)
+    tiles, modes = scratch.tiles, row_mode if row_mode is not None else a.row_length
+    most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
     cut_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
+        scratch.scores, scratch.stats, a.row_length, modes,
         scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
-        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most,
-        PASSES=widest > most, BLOCK=tiles.block, num_warps=warps, **_registers(a, 16 // warps, warps),
+        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most, BLOCK=tiles.block,
+        num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
+    if scratch.long:
+        narrow_kernel[(a.heads, _most_units(tiles, scratch.keys), a.rows)](
+            scratch.scores, scratch.lists, scratch.stats, a.row_length, modes,
+            scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
+            retention.numerator, retention.denominator, _quantile(retention),
+            MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
+            PIECE=tiles.narrow_piece, WIDE=tiles.listed, STEP=tiles.listed_step, SLOTS=scratch.units,
+            MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block, ASSEMBLY=a.q.device.type == "cuda",
+            num_warps=tiles.narrow_warps, **_registers(a, 32 // tiles.narrow_warps, tiles.narrow_warps),
+        )  # fmt: skip
 
 
 def _retain(
@@ -304,9 +322,8 @@ def _retain(
     unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(scratch.keys, tiles.max_units), tiles.block))
     piece = min(tiles.piece, next_power_of_2(unit))
     warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
-    units = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
-    retain_kernel[(a.heads, units, a.rows)](
-        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
+    retain_kernel[(a.heads, _most_units(tiles, scratch.keys), a.rows)](
+        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, scratch.places, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
         scratch.part_acc, scratch.part_l, scratch.selected,
@@ -314,7 +331,7 @@ def _retain(
         a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
+        GUESSES=scratch.guesses, SHORT=tiles.short, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
         BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width, num_warps=warps,
         **_registers(a, 24 // warps, warps),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-2147483648)
 HIGHEST = tl.constexpr(2147483647)
+STORE_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -131,6 +132,22 @@ def sortable(s):
 def unsortable(key):
     """The inverse of `sortable`."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scatter(to, x, wanted, ASSEMBLY: tl.constexpr):
+    """Store x, of 32 bits each, at the pointers `to` where `wanted`.
+
+    Triton would move all three through shared memory to where a store of neighbours likes them; here there are none.
+    ASSEMBLY stores from where they are.
+    """
+    if ASSEMBLY:
+        at, bits = to.to(tl.int64, bitcast=True), x.to(tl.int32, bitcast=True)
+        tl.inline_asm_elementwise(
+            STORE_ONE, "=r,l,r,r", [at, bits, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(to, x, mask=wanted)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .triton_cut import load_sortable
 from .triton_guesses import choose_guess, load_guess
+from .triton_narrow import PLACE
 from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, sortable, tree_sum, unit_size
 
 FIX = tl.constexpr(1 << 16)
@@ -138,13 +139,13 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
     ]
 )
 def retain_kernel(
-    scores, stats, cuts, blocks, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
+    scores, stats, cuts, blocks, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
     index, count, mass, c_ref, guess_acc, guess_stats, fixes, part_acc, part_l, arrived,
     scores_s, blocks_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
     capacity, numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    GUESSES: tl.constexpr, SHORT: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
     and values are read BN at a time.
@@ -167,7 +168,11 @@ def retain_kernel(
         end, own = tl.minimum(start + unit, length), scores + at * scores_s
         cut, maximum = tl.load(cuts + at * 2), tl.load(stats + at * 2)
         ties, own_blocks = tl.load(cuts + at * 2 + 1), blocks + at * 2 * blocks_s
-        begin, kept, ties = place_unit(own_blocks, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
+        if length > SHORT:
+            place = places + (at * SLOTS + part) * PLACE
+            begin, kept, ties = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        else:
+            begin, kept, ties = place_unit(own_blocks, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
         limit = tl.minimum(kept, tl.minimum(keep, capacity) - begin)
         listed, fix_line = index + entry * capacity + begin, fixes + at * capacity + begin
         d = tl.arange(0, BD)
