@@ -39,8 +39,8 @@ def load_lists(lists, unit, have, first, WIDE: tl.constexpr, SLOTS: tl.constexpr
 def count_from(
     key, candidate, lists, unit, have, longest, WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """How many scores are at or above `candidate`: among `key`, and with WIDE among what lists have beyond WIDE, STEP of
-    each at a time.
+    """How many scores are at or above `candidate`: among `key`, and with WIDE among what lists have beyond WIDE, of
+    each STEP at a time.
     """
     found = tl.sum((key >= candidate).to(tl.int32))
     if WIDE > 0:
@@ -87,8 +87,9 @@ def search(
     Every eighth turn halves the integers in between, so that it always ends.
     """
     target = tl.log2(keep.to(tl.float32))
-    over = tl.maximum(tl.log2(reached.to(tl.float32)) - target, 1e-3)  # of the low end, in units of log2(count)
-    under = tl.log2(tl.maximum(beyond.to(tl.float32), 0.5)) - target  # of the high end
+    # How far the counts of both ends are from `keep`, in units of log2(count).
+    over = tl.maximum(tl.log2(reached.to(tl.float32)) - target, 1e-3)
+    under = tl.log2(tl.maximum(beyond.to(tl.float32), 0.5)) - target
     if (reached < total) & (high <= top):
         guess = between(low, over, high, under)
     side = tl.full((), 0, tl.int32)

@@ -38,8 +38,8 @@ def load_sample(scores_row, length, SAMPLE: tl.constexpr):
 
 @triton.jit
 def find_bracket(some, length, keep, top, quantile, SAMPLE: tl.constexpr):
-    """(low, high, guess, step): from the sample, the cut nearly always lies in low .. high - 1, as integers; the guess and
-    the scores' density next to it as `search` takes them.
+    """(low, high, guess, step): from the sample, the cut nearly always lies in low .. high - 1, as integers; guess and
+    step are what `search` starts from in the whole row.
 
     About share * SAMPLE of the sample should reach the cut, give or take some standard deviations; the bracket lies
     between scores that a few more and a few less reach. How many exactly may vary by `slack`, which saves turns.
@@ -144,9 +144,8 @@ def narrow_kernel(
     """Grid (heads, units, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), places [T * H, SLOTS,
     PLACE] of the rows of more than SHORT keys.
 
-    A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a time.
-    lists [T * H, scores_s] is scratch; arrived
-    int32 [T * H] is zero before and after every launch.
+    A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a
+    time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every launch.
     """
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
@@ -170,5 +169,5 @@ def narrow_kernel(
             tl.store(arrived + at, 0)
             tl.debug_barrier()
             place_units(
-                own, listed, cuts + at * 2, place, low, high, guess, step, top, length, keep, unit, WIDE, STEP, SLOTS
-            )
+                own, listed, cuts + at * 2, place, low, high, guess, step, top, length, keep, unit, WIDE, STEP, SLOTS,
+            )  # fmt: skip

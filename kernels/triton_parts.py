@@ -152,7 +152,9 @@ def scatter(to, x, wanted, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def tree_sum(x, N: tl.constexpr, W: tl.constexpr):
-    """x [N, W] summed over N by halves: an order that does not depend on how threads share x."""
+    """x [N, W] summed over N, neighbours first: an order that does not depend on how threads share x."""
+    x = tl.trans(x)
     for i in tl.static_range(N.bit_length() - 1):
-        x = tl.sum(tl.reshape(x, [2, N >> (i + 1), W]), 0)
-    return tl.sum(x, 0)
+        even, odd = tl.split(tl.reshape(x, [W, N >> (i + 1), 2]))
+        x = even + odd
+    return tl.reshape(x, [W])

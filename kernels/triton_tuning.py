@@ -21,14 +21,15 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In rows of
-    up to `short` keys one program per (row, head) searches for the cut, whose threads hold about `thread_scores` scores
-    each, of the shortest rows in a tensor of `small_scores`. In longer ones each unit has a program of `narrow_warps`
-    warps: it looks at a `sample` of the row, reads its unit `narrow_piece` scores at a time, and the last one keeps
-    `listed` scores of each unit's list in registers and reads what is beyond in steps of `listed_step`. Units are then
-    listed in pieces of up to `piece` keys, `thread_keys` per thread, and values are summed in steps of `gather_block`.
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In rows
+    of up to `short` keys one program per (row, head) searches for the cut, whose threads hold about `thread_scores`
+    scores each, of the shortest rows in a tensor of `small_scores`. In longer ones each unit has a program of
+    `narrow_warps` warps: it looks at a `sample` of the row and reads its unit `narrow_piece` scores at a time; the last
+    one keeps `listed` scores of each unit's list in registers and reads what is beyond in steps of `listed_step`. Then
+    retained keys are listed in pieces of up to `piece` keys, `thread_keys` per thread, and values are summed in steps
+    of `gather_block`, as many of which are on their way at a time as make `gather_bytes` per thread.
 
-    `block`, `min_unit` and `max_units`, the same four of retained keys, `guesses` and `gather_block` change bits;
+    `block`, `min_unit` and `max_units`, the same three of retained keys, `guesses` and `gather_block` change bits;
     nothing else does.
     """
 
@@ -51,9 +52,10 @@ class Tiles:
     narrow_piece: int = 2048
     listed: int = 256
     listed_step: int = 64
-    piece: int = 2048
-    thread_keys: int = 16
+    piece: int = 1024
+    thread_keys: int = 8
     gather_block: int = 8
+    gather_bytes: int = 128
 
     def __post_init__(self) -> None:
         free = ("stages", "kept_stages", "guesses", "span")

@@ -194,8 +194,8 @@ def after(case: Case, op: str) -> Case:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_short_and_long_rows_of_one_capture(device: str) -> None:
-    """References equal the batched ones, and a row's bits stay what they are alone, in a mixed call, and in a table that
-    has room for longer rows.
+    """References equal the batched ones, and a row's bits stay what they are alone, in a mixed call, and in a table
+    that has room for longer rows.
     """
     shape = Shape(((64, 1), (120, 1)), heads=(2, 1), dtype=torch.float32, padding=1, device=device)
     case = build(shape)
