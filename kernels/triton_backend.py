@@ -87,7 +87,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _most_units(tiles: Tiles, keys: int) -> int:
-    """How many units a row of up to `keys` keys may have; shorter ones may have more, smaller ones, than longer ones."""
+    """How many units a row of up to `keys` keys may have: shorter rows may have more of them than the longest."""
     return min(tiles.max_units, cdiv(keys, tiles.min_unit))
 
 

@@ -18,8 +18,8 @@ from sparse_compile.kernels.retention import Retention
 from sparse_compile.kernels.triton_tuning import Tiles
 
 TILES = Tiles(
-    block=8, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, piece=32,
-    short=64, small_scores=32, sample=64, narrow_warps=4, narrow_piece=16, listed=8, listed_step=4,
+    block=8, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, gather_bytes=16,
+    piece=32, short=64, small_scores=32, sample=64, narrow_warps=4, narrow_piece=16, listed=8, listed_step=4,
 )  # fmt: skip
 UNUSED = -7654321.0
 """What lists hold where nothing was listed; no score has it."""
@@ -184,6 +184,18 @@ def test_any_row(kind: str, length: int, retention: str, seed: int) -> None:
         patch.setattr(triton_backend, "tiles_for", lambda attention: TILES)
         (found,) = cut_rows([row.to(device)], retention, torch.nan, device)
     assert_exact(row, found, retention)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_scores_end_and_leave_enough_keys(device: str) -> None:
+    """A model that overflowed: what is retained means nothing, but every place of the row's list gets a key."""
+    for some in (0.1, 1.0):
+        row = scores_of("normal", 100)
+        row[torch.rand(100, generator=torch.Generator().manual_seed(1)) < some] = torch.nan
+        (found,) = cut_rows([row.to(device)], "0.3", torch.nan, device)
+        begin, kept = found.places[:, 0], found.places[:, 1]
+        assert torch.equal(begin, kept.cumsum(0) - kept)
+        assert int(kept.sum()) >= 30
 
 
 def after(case: Case, op: str) -> Case:
