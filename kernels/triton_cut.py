@@ -25,19 +25,33 @@ def load_sortable(scores_row, n, length):
 
 
 @triton.jit
-def load_lists(lists, unit, have, first, WIDE: tl.constexpr, SLOTS: tl.constexpr):
-    """Keys [SLOTS, WIDE] of the scores first .. first + WIDE - 1 of each list, of which `have` [SLOTS] are; the lowest
-    integer beyond. List u begins at u * unit.
+def read_lists(lists, unit, length, first, WIDE: tl.constexpr, SLOTS: tl.constexpr):
+    """Scores first .. first + WIDE - 1 of each list: [SLOTS, WIDE]. List u begins at u * unit; lists behind the row's
+    length are empty, and what is read for them lies right behind the row.
     """
-    at = tl.arange(0, SLOTS) * unit
+    at = tl.minimum(tl.arange(0, SLOTS) * unit + first, length // 4 * 4)
+    return tl.load(lists + (tl.multiple_of(at, 4)[:, None] + tl.arange(0, WIDE)[None, :]))
+
+
+@triton.jit
+def listed_keys(s, have, first, WIDE: tl.constexpr):
+    """Keys of the scores s [SLOTS, WIDE] that were read from `first` on; the lowest integer beyond have [SLOTS]."""
     n = first + tl.arange(0, WIDE)
-    s = tl.load(lists + (at[:, None] + n[None, :]), mask=(have > first)[:, None], other=0.0)
     return tl.where(n[None, :] < have[:, None], sortable(s), LOWEST)
 
 
 @triton.jit
 def count_from(
-    key, candidate, lists, unit, have, longest, WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr
+    key,
+    candidate,
+    lists,
+    unit,
+    length,
+    have,
+    longest,
+    WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """How many scores are at or above `candidate`: among `key`, and with WIDE among what lists have beyond WIDE, of
     each STEP at a time.
@@ -47,7 +61,8 @@ def count_from(
         if longest > WIDE:
             more = tl.zeros([SLOTS, STEP], tl.int32)
             for first in range(WIDE, longest, STEP):
-                more += (load_lists(lists, unit, have, first, STEP, SLOTS) >= candidate).to(tl.int32)
+                s = read_lists(lists, unit, length, first, STEP, SLOTS)
+                more += (listed_keys(s, have, first, STEP) >= candidate).to(tl.int32)
             found += tl.sum(more)
     return found
 
@@ -75,22 +90,22 @@ def between(low, over, high, under):
 
 @triton.jit
 def search(
-    key, lists, unit, have, longest, base, low, reached, high, beyond, total, top, keep, slack, guess, step,
+    key, lists, unit, have, longest, base, low, reached, high, beyond, length, top, keep, slack, guess, step,
     WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Narrow [low, high), which `reached` >= keep and `beyond` < keep scores reach: (low, reached, beyond).
 
-    The scores are those of `count_from` and `base` more that are above `high`. It ends where at most keep + slack
-    scores reach `low`, and at the latest where high is low + 1. Until both ends are scores' own, guesses follow the
-    density of scores that are `step` apart, in steps that grow; `guess` is the first. Then they interpolate between the
-    logarithms of the two counts, where the end that stays twice in a row loses half its weight (the Illinois rule).
-    Every eighth turn halves the integers in between, so that it always ends.
+    The `length` scores are those of `count_from`, `base` more that are above `high`, and those below `low`. It ends
+    where at most keep + slack scores reach `low`, and at the latest where high is low + 1. Until both ends are scores'
+    own, guesses follow the density of scores that are `step` apart, in steps that grow; `guess` is the first. Then they
+    interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half its weight
+    (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends.
     """
     target = tl.log2(keep.to(tl.float32))
     # How far the counts of both ends are from `keep`, in units of log2(count).
     over = tl.maximum(tl.log2(reached.to(tl.float32)) - target, 1e-3)
     under = tl.log2(tl.maximum(beyond.to(tl.float32), 0.5)) - target
-    if (reached < total) & (high <= top):
+    if (reached < length) & (high <= top):
         guess = between(low, over, high, under)
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
@@ -98,7 +113,7 @@ def search(
         middle = (low & high) + ((low ^ high) >> 1)
         if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = base + count_from(key, middle, lists, unit, have, longest, WIDE, STEP, SLOTS)
+        found = base + count_from(key, middle, lists, unit, length, have, longest, WIDE, STEP, SLOTS)
         value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
         if found >= keep:
             low = middle
@@ -112,7 +127,7 @@ def search(
             under = value
             over = tl.where(side == -1, over * 0.5, over)
             side = tl.full((), -1, tl.int32)
-        if (reached == total) | (high > top):
+        if (reached == length) | (high > top):
             guess = unsortable(middle) + (found - keep + 0.5) * step
             step *= 2.0
         else:

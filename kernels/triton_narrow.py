@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import cut_of, describe, load_lists, retained_count, score_step, search
+from .triton_cut import cut_of, describe, listed_keys, read_lists, retained_count, score_step, search
 from .triton_parts import LOWEST, scatter, sortable, unit_size
 
 SURE = tl.constexpr(4.0)
@@ -107,6 +107,7 @@ def place_units(
     u = tl.arange(0, SLOTS)
     live = u * unit < length
     mine = places + u * PLACE
+    s = read_lists(list_row, unit, length, 0, WIDE, SLOTS)
     above = tl.load(mine, mask=live, other=0, cache_modifier=".cg")
     have = tl.load(mine + 1, mask=live, other=0, cache_modifier=".cg")
     lists, beyond = list_row, tl.sum(above, 0)
@@ -115,8 +116,9 @@ def place_units(
         lists, low, high = scores_row, tl.full((), LOWEST + 1, tl.int32), top + 1
         above, have = above * 0, tl.minimum(tl.maximum(length - u * unit, 0), unit)
         beyond, reached = beyond * 0, length
+        s = read_lists(lists, unit, length, 0, WIDE, SLOTS)
     longest = tl.max(have, 0)
-    key = load_lists(lists, unit, have, 0, WIDE, SLOTS)
+    key = listed_keys(s, have, 0, WIDE)
     low, reached, beyond = search(
         key, lists, unit, have, longest, beyond, low, reached, high, beyond, length, top, keep, 0, guess, step,
         WIDE, STEP, SLOTS,
@@ -124,7 +126,8 @@ def place_units(
     cut, ties = cut_of(low, reached, beyond, keep)
     above, equal = count_units(key, cut, above, u * 0)
     for first in range(WIDE, longest, STEP):
-        above, equal = count_units(load_lists(lists, unit, have, first, STEP, SLOTS), cut, above, equal)
+        more = read_lists(lists, unit, length, first, STEP, SLOTS)
+        above, equal = count_units(listed_keys(more, have, first, STEP), cut, above, equal)
     ties_left = tl.maximum(ties - (tl.cumsum(equal, 0) - equal), 0)
     kept = above + tl.minimum(equal, ties_left)
     tl.store(cuts, cut)
