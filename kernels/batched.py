@@ -249,7 +249,11 @@ def _store_reference(
             ((counts.flatten() <= store.capacity) | (slot == 0)).all(),
             "capture: a row retains more keys than the reference store's capacity; raise max_context",
         )
-    kept = _select(attended.scores, counts.repeat_interleave(attention.group, 1)[:, None], retention)
+    scores = attended.scores
+    if retention.first or retention.last:
+        always = retention.always(attended.position[:, None], length[..., None])  # [B, R, N]
+        scores = scores.masked_fill(always[:, None].repeat_interleave(attention.group, 2), torch.inf)
+    kept = _select(scores, counts.repeat_interleave(attention.group, 1)[:, None], retention)
     share = torch.where(kept, attended.probabilities, 0)
     mass = _heads_last(attention, share.sum(-1, keepdim=True), r)  # [B, R, H, 1]
     c_ref = _heads_last(attention, share @ attended.v, r) / mass

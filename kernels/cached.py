@@ -80,10 +80,12 @@ def capture(
     retention_num: int,
     retention_den: int,
     implementation: str,
+    keep_first: int = 0,
+    keep_last: int = 0,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
     attention = _attention(q, k_cache, v_cache, table, length, row, bias, settings, sink)
-    retention = Retention(retention_num, retention_den)
+    retention = Retention(retention_num, retention_den, keep_first, keep_last)
     held = allocate_store(q, table, retention)
     store = Store(slot, **dict(zip(STORE, held, strict=True)), site=0)
     checks.check_store(attention, store)

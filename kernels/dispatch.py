@@ -132,11 +132,13 @@ def capture(
     retention_num: int,
     retention_den: int,
     implementation: str,
+    keep_first: int = 0,
+    keep_last: int = 0,
     **settings: Any,
 ) -> Tensor:
     attention, store = _operands(q, k, v, tensors, site, settings)
     chosen = choose(implementation, attention)
-    retention = Retention(retention_num, retention_den)
+    retention = Retention(retention_num, retention_den, keep_first, keep_last)
     _check(attention, k, v, store)
     if q.device.type == "cpu":
         checks.check_capture(attention, store, retention, range(attention.rows))
@@ -170,13 +172,15 @@ def mixed(
     retention_den: int,
     implementation: str,
     captures: bool = True,
+    keep_first: int = 0,
+    keep_last: int = 0,
     **settings: Any,
 ) -> Tensor:
     mode_at = len(_PLAN) + 1
     row_mode = tensors[mode_at]
     attention, store = _operands(q, k, v, tensors[:mode_at] + tensors[mode_at + 1 :], site, settings)
     chosen = choose(implementation, attention)
-    retention = Retention(retention_num, retention_den)
+    retention = Retention(retention_num, retention_den, keep_first, keep_last)
     _check(attention, k, v, store)
     checks.check_row_mode(attention, row_mode)
     if q.device.type == "cpu":

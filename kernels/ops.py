@@ -20,8 +20,9 @@ there. A schema names what the op mutates; results are fresh contiguous memory o
 alias no input. Inputs may have any strides. All rows' k and v are written before any row attends, so the rows
 of one prefill chunk see each other. `implementation` is one of `arguments.IMPLEMENTATIONS`. `query_rows` is what the
 caller promises of the rows: 0 nothing, 1 that no two rows belong to one sequence, R > 1 that each R consecutive rows
-belong to one. `captures=False` promises that no row of a mixed call has mode capture. The ops are for inference and
-define no gradient.
+belong to one. `captures=False` promises that no row of a mixed call has mode capture. `keep_first` and `keep_last`: so
+many of the first and last visible keys are retained whatever their scores (`retention.Retention`). The ops are for
+inference and define no gradient.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _STORE_READ = "Tensor row_slot, Tensor index, Tensor count, Tensor mass, Tensor 
 _PLANE = "int plane, int plane_stride"
 _RETENTION = "int retention_num, int retention_den"
 _HOW = "str implementation, int query_rows=0"
+_ALWAYS = "int keep_first=0, int keep_last=0"
 _CACHED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, Tensor length, Tensor row, Tensor? bias"
 _CACHED_HOW = "float scale, float softcap, str implementation"
 _HELD = "Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref"
@@ -60,19 +62,19 @@ SCHEMAS = {
     "dense": f"({_ROWS}, *, {_PLANE}, float scale, int window, float softcap, {_HOW}) -> Tensor",
     "capture": (
         f"({_ROWS}, {_STORE_WRITTEN}, *, {_PLANE}, int site, float scale, float softcap, {_RETENTION}, "
-        f"{_HOW}) -> Tensor"
+        f"{_HOW}, {_ALWAYS}) -> Tensor"
     ),
     "consume": (
         f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) -> Tensor"
     ),
     "mixed": (
         f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, *, {_PLANE}, "
-        f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True) -> Tensor"
+        f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True, {_ALWAYS}) -> Tensor"
     ),
     "site": "(Tensor q, Tensor k, Tensor v, *, float scale, int window, float softcap) -> Tensor",
     "cached_dense": f"({_CACHED}, Tensor? sink, *, {_CACHED_HOW}) -> Tensor",
     "cached_capture": (
-        f"({_CACHED}, Tensor? sink, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}) -> "
+        f"({_CACHED}, Tensor? sink, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}, {_ALWAYS}) -> "
         "(Tensor out, Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref)"
     ),
     "cached_consume": f"({_CACHED}, Tensor slot, {_HELD}, *, {_CACHED_HOW}) -> Tensor",
@@ -96,9 +98,11 @@ def _fake_cached_capture(
     *_: Any,
     retention_num: int,
     retention_den: int,
+    keep_first: int = 0,
+    keep_last: int = 0,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    retention = Retention(retention_num, retention_den)
+    retention = Retention(retention_num, retention_den, keep_first, keep_last)
     return allocate_output(q), *cached.allocate_store(q, table, retention)
 
 

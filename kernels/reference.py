@@ -3,7 +3,8 @@
 For one query row and one head with N visible keys and scores s_j = scale * q.k_j (soft-capped if asked):
 
     dense     p = softmax(s);  O = sum_j p_j v_j
-    capture   O, and beside it  S = the k largest scores (ties: the lowest position), k = ceil(N * retention),
+    capture   O, and beside it  S = the k largest scores (ties: the lowest position), k = ceil(N * retention), and
+              of the first and the last keys as many as are asked for in any case,
               m = sum_S p_j,  C_ref = (sum_S p_j v_j) / m,  O_ref = O as rounded to the model's dtype
     consume   p' = softmax over S alone, with this loop's q, K, V;  T = sum_S p'_j v'_j,
               result = O_ref + m * (T - C_ref)
@@ -98,7 +99,8 @@ def _capture_row(
         query, keys, values = _operands(attention, row, head, positions, dtype)
         scores = _scores(attention, row, head, query, keys, positions)
         probabilities = _probabilities(attention, row, head, scores)
-        kept = torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
+        wanted = scores.masked_fill(retention.always(positions, length), torch.inf)
+        kept = torch.sort(wanted, descending=True, stable=True).indices[:count].sort().values
         mass = probabilities[kept].sum()
         store.index[slot, site, head, :count] = kept.to(store.index.dtype)
         store.mass[slot, site, head] = mass

@@ -36,10 +36,26 @@ def retained_count(length: Length, numerator: int, denominator: int) -> Length:
 
 @dataclass(frozen=True)
 class Retention:
-    """The kept share of the visible keys as an exact fraction, 0 < numerator / denominator <= 1."""
+    """The kept share of the visible keys as an exact fraction, 0 < numerator / denominator <= 1.
+
+    first, last: so many of the first and of the last visible keys are kept whatever their scores. They count: a row
+    keeps as many keys as without them, unless they alone are more.
+    """
 
     numerator: int
     denominator: int
+    first: int = 0
+    last: int = 0
+
+    def __str__(self) -> str:
+        share = f"{self.numerator}/{self.denominator}"
+        return share + (
+            f" with the first {self.first} and the last {self.last}" if self.first or self.last else ""
+        )
+
+    def always(self, position: torch.Tensor, length: torch.Tensor | int) -> torch.Tensor:
+        """Which of the keys at `position` are kept whatever their scores, of rows that see `length` keys."""
+        return (position < length) & ((position < self.first) | (position >= length - self.last))
 
     def __post_init__(self) -> None:
         if not 0 < self.numerator <= self.denominator <= MAX_LENGTH:
@@ -48,9 +64,21 @@ class Retention:
                 f"denominator of at most {MAX_LENGTH}; "
                 "build it with Retention.of(value)"
             )
+        for name in ("first", "last"):
+            if not 0 <= getattr(self, name) <= MAX_LENGTH:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must lie in 0 .. {MAX_LENGTH}: a number of keys"
+                )
 
     @classmethod
-    def of(cls, value: float | str | int | Fraction, max_length: int = MAX_LENGTH) -> Retention:
+    def of(
+        cls,
+        value: float | str | int | Fraction,
+        max_length: int = MAX_LENGTH,
+        *,
+        first: int = 0,
+        last: int = 0,
+    ) -> Retention:
         """The retention that `value` means as a decimal: `Fraction(str(value))`, so 0.1 is exactly 1/10.
 
         A denominator above `max_length` is replaced by the upper Farey neighbour p/q: the smallest fraction
@@ -72,11 +100,27 @@ class Retention:
                 f"1.0 keeps all of them"
             )
         upper = _upper_neighbour(exact, max_length)
-        return cls(upper.numerator, upper.denominator)
+        return cls(upper.numerator, upper.denominator, first, last)
+
+    @property
+    def share(self) -> Fraction:
+        return Fraction(self.numerator, self.denominator)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.numerator == self.denominator
 
     def count(self, length: Length) -> Length:
-        """`retained_count` of this share: int -> int, int64 tensor -> int64 tensor."""
-        return retained_count(length, self.numerator, self.denominator)
+        """`retained_count` of this share, or the keys that are always kept where those are more: int -> int, int64
+        tensor -> int64 tensor.
+        """
+        count = retained_count(length, self.numerator, self.denominator)
+        always = self.first + self.last
+        if not always:
+            return count
+        if isinstance(length, torch.Tensor):
+            return torch.maximum(count, length.clamp(max=always))
+        return torch.sym_max(count, torch.sym_min(length, always))  # sizes may be symbolic
 
 
 def _exact(value: float | str | int | Fraction) -> Fraction:

@@ -86,16 +86,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _most_units(tiles: Tiles, keys: int) -> int:
-    """How many units a row of up to `keys` keys may have: shorter rows may have more of them than the longest."""
-    return min(tiles.max_units, cdiv(keys, tiles.min_unit))
-
-
-def _largest_unit(tiles: Tiles, keys: int) -> int:
-    """The most keys that a unit of such a row may have."""
-    return max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
-
-
 def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, int, int]:
     """(programs per line, units of each, stages) of a launch with `lines` tiles; how many programs follows from what
     the block table and the store could hold.
@@ -109,7 +99,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
-    unit, units = _largest_unit(tiles, keys), _most_units(tiles, keys)
+    unit, units = tiles.units(keys)
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
@@ -220,6 +210,11 @@ def _quantile(retention: Retention | None) -> float:
     return NormalDist().inv_cdf(min(1 - 1e-7, max(1e-7, 1 - share)))
 
 
+def _always(retention: Retention, scratch: Scratch) -> dict[str, int]:
+    """How many of the first and last keys are kept whatever their scores: at most as many as a row may have."""
+    return {"FIRST": min(retention.first, scratch.keys), "LAST": min(retention.last, scratch.keys)}
+
+
 def _select(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
@@ -252,20 +247,22 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
         scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most, BLOCK=tiles.block,
-        num_warps=warps, **_registers(a, 16 // warps, warps),
+        **_always(retention, scratch), num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
-    if scratch.long:
-        warps = tiles.narrow_warps
-        narrow_kernel[(a.heads, _most_units(tiles, scratch.keys), a.rows)](
-            scratch.scores, scratch.lists, scratch.stats, a.row_length, modes,
-            scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
-            retention.numerator, retention.denominator, _quantile(retention),
-            MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
-            PIECE=min(tiles.narrow_piece, next_power_of_2(_largest_unit(tiles, scratch.keys))), WIDE=tiles.listed,
-            STEP=tiles.listed_step, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
-            BLOCK=tiles.block, ASSEMBLY=a.q.device.type == "cuda",
-            num_warps=warps, **_registers(a, 32 // warps, warps),
-        )  # fmt: skip
+    if not scratch.long:
+        return
+    unit, units = tiles.units(scratch.keys)
+    warps = tiles.narrow_warps
+    narrow_kernel[(a.heads, units, a.rows)](
+        scratch.scores, scratch.lists, scratch.stats, a.row_length, modes,
+        scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
+        retention.numerator, retention.denominator, _quantile(retention),
+        MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
+        PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
+        SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
+        **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=warps, **_registers(a, 32 // warps, warps),
+    )  # fmt: skip
 
 
 def _retain(
@@ -273,11 +270,12 @@ def _retain(
 ) -> None:
     """The retained sets, their masses and C_ref, once the cuts are known."""
     tiles = scratch.tiles
-    piece = min(tiles.piece, next_power_of_2(_largest_unit(tiles, scratch.keys)))
+    unit, units = tiles.units(scratch.keys)
+    piece = min(tiles.piece, next_power_of_2(unit))
     gathered = tiles.gather_block * scratch.width
     warps = min(8, max(1, piece // (32 * tiles.thread_keys), gathered // 2048))
     ahead = tiles.gather_bytes * 32 * warps // (gathered * a.v_pool.element_size())
-    retain_kernel[(a.heads, _most_units(tiles, scratch.keys), a.rows)](
+    retain_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, scratch.places, a.v_pool, a.block_table,
         a.row_seq, a.row_length, a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
         store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats,
@@ -288,5 +286,6 @@ def _retain(
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
         GUESSES=scratch.guesses, SHORT=tiles.short, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit,
         MAX_UNITS=tiles.max_units, BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, AHEAD=max(1, min(8, ahead)),
-        BD=scratch.width, ASSEMBLY=a.q.device.type == "cuda", num_warps=warps, **_registers(a, 24 // warps, warps),
+        BD=scratch.width, **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=warps, **_registers(a, 24 // warps, warps),
     )  # fmt: skip

@@ -10,9 +10,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import LOG2E, LOWEST, sortable, unsortable
+from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, unsortable
 
 SAMPLE = tl.constexpr(512)
+
+
+@triton.jit
+def retained_count(length, numerator, denominator, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """How many keys a row keeps, as `retention.Retention.count`: int32."""
+    keep = ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
+    if FIRST + LAST > 0:
+        keep = tl.maximum(keep, tl.minimum(length, FIRST + LAST))
+    return keep
+
+
+@triton.jit
+def with_kept(key, n, length, end, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Keys of the scores n, where those that are kept whatever their scores have the highest integer, up to `end`."""
+    if FIRST + LAST > 0:
+        always = ((n < FIRST) | (n >= length - LAST)) & (n < end)
+        key = tl.where(always, HIGHEST, key)
+    return key
+
+
+@triton.jit
+def whole_bracket(length, top, keep, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """(low, reached, high, beyond): what `search` starts from in a row of which nothing is known.
+
+    Keys that are kept whatever their scores are above `top`: if they are all that is kept, the cut is there.
+    """
+    low, high = tl.full((), LOWEST + 1, tl.int32), top + 1
+    reached, beyond = length, tl.full((), 0, tl.int32)
+    if FIRST + LAST > 0:
+        beyond = tl.minimum(length, FIRST + LAST)
+        low, reached = tl.where(beyond == keep, high, low), tl.where(beyond == keep, keep, reached)
+    return low, reached, high, beyond
 
 
 @triton.jit
@@ -34,25 +66,20 @@ def read_lists(lists, unit, length, first, WIDE: tl.constexpr, SLOTS: tl.constex
 
 
 @triton.jit
-def listed_keys(s, have, first, WIDE: tl.constexpr):
-    """Keys of the scores s [SLOTS, WIDE] that were read from `first` on; the lowest integer beyond have [SLOTS]."""
-    n = first + tl.arange(0, WIDE)
-    return tl.where(n[None, :] < have[:, None], sortable(s), LOWEST)
+def listed_keys(s, skip, have, first, WIDE: tl.constexpr):
+    """Keys of the scores s [SLOTS, WIDE] that were read from `first` on, of which each list has `have` [SLOTS] behind
+    the first `skip` [SLOTS]; the lowest integer for all others.
+    """
+    n = (first + tl.arange(0, WIDE))[None, :] - skip[:, None]
+    inside = n.to(tl.uint32, bitcast=True) < have.to(tl.uint32, bitcast=True)[:, None]  # not below 0 either
+    return tl.where(inside, sortable(s), LOWEST)
 
 
 @triton.jit
 def count_from(
-    key,
-    candidate,
-    lists,
-    unit,
-    length,
-    have,
-    longest,
-    WIDE: tl.constexpr,
-    STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    key, candidate, lists, unit, length, skip, have, longest,
+    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """How many scores are at or above `candidate`: among `key`, and with WIDE among what lists have beyond WIDE, of
     each STEP at a time.
     """
@@ -62,7 +89,7 @@ def count_from(
             more = tl.zeros([SLOTS, STEP], tl.int32)
             for first in range(WIDE, longest, STEP):
                 s = read_lists(lists, unit, length, first, STEP, SLOTS)
-                more += (listed_keys(s, have, first, STEP) >= candidate).to(tl.int32)
+                more += (listed_keys(s, skip, have, first, STEP) >= candidate).to(tl.int32)
             found += tl.sum(more)
     return found
 
@@ -90,7 +117,7 @@ def between(low, over, high, under):
 
 @triton.jit
 def search(
-    key, lists, unit, have, longest, base, low, reached, high, beyond, length, top, keep, slack, guess, step,
+    key, lists, unit, skip, have, longest, base, low, reached, high, beyond, length, top, keep, slack, guess, step,
     WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Narrow [low, high), which `reached` >= keep and `beyond` < keep scores reach: (low, reached, beyond).
@@ -113,7 +140,7 @@ def search(
         middle = (low & high) + ((low ^ high) >> 1)
         if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = base + count_from(key, middle, lists, unit, length, have, longest, WIDE, STEP, SLOTS)
+        found = base + count_from(key, middle, lists, unit, length, skip, have, longest, WIDE, STEP, SLOTS)
         value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
         if found >= keep:
             low = middle
@@ -147,12 +174,6 @@ def cut_of(low, reached, beyond, keep):
 
 
 @triton.jit
-def retained_count(length, numerator, denominator):
-    """How many keys a row of this length retains."""
-    return ((length.to(tl.int64) * numerator + (denominator - 1)) // denominator).to(tl.int32)
-
-
-@triton.jit
 def store_counts(counts, marks, length, NB: tl.constexpr, BLOCK: tl.constexpr):
     """How many of a row's marks [NB] each block of keys holds. Four blocks, a quarter of NB apart, are counted in the
     bytes of one integer.
@@ -167,17 +188,20 @@ def store_counts(counts, marks, length, NB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def cut_row(
-    scores_row, cuts, blocks, blocks_s, top, length, keep, quantile, NB: tl.constexpr, BLOCK: tl.constexpr
-):
+    scores_row, cuts, blocks, blocks_s, top, length, keep, quantile,
+    NB: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     """The cut of one row of up to NB keys and the counts of its blocks."""
-    key = load_sortable(scores_row, tl.arange(0, NB), length)
+    n = tl.arange(0, NB)
+    key = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
     every = tl.cdiv(length, SAMPLE)
     n = tl.arange(0, SAMPLE) * every
     some = tl.load(scores_row + n, mask=n < length, other=0.0)
     mean, deviation = describe(some, n < length, 1.0 / tl.cdiv(length, every))
+    low, reached, high, beyond = whole_bracket(length, top, keep, FIRST, LAST)
     low, reached, beyond = search(
-        key, scores_row, 0, 0, 0, 0, tl.full((), LOWEST + 1, tl.int32), length, top + 1, tl.full((), 0, tl.int32),
-        length, top, keep, 0, mean + quantile * deviation, score_step(deviation, quantile, length), 0, 1, 1,
+        key, scores_row, 0, 0, 0, 0, 0, low, reached, high, beyond, length, top, keep, 0,
+        mean + quantile * deviation, score_step(deviation, quantile, length), 0, 1, 1,
     )  # fmt: skip
     cut, ties = cut_of(low, reached, beyond, keep)
     tl.store(cuts, cut)
@@ -191,6 +215,7 @@ def cut_row(
 def cut_kernel(
     scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
 
@@ -201,10 +226,10 @@ def cut_kernel(
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     if wanted & (length > 0) & (length <= NB):
         at = row * HEADS + head
-        keep = retained_count(length, numerator, denominator)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         top = sortable(tl.load(stats + at * 2))
         own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * 2 * blocks_s
         if length <= SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, SMALL, BLOCK)
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, SMALL, BLOCK, FIRST, LAST)
         elif NB > SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, NB, BLOCK)
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, NB, BLOCK, FIRST, LAST)

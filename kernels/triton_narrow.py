@@ -16,7 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import cut_of, describe, listed_keys, read_lists, retained_count, score_step, search
+from .triton_cut import (
+    cut_of,
+    describe,
+    listed_keys,
+    read_lists,
+    retained_count,
+    score_step,
+    search,
+    whole_bracket,
+    with_kept,
+)
 from .triton_parts import LOWEST, scatter, sortable, unit_size
 
 SURE = tl.constexpr(4.0)
@@ -30,10 +40,15 @@ PLACE_FIELDS = PLACE.value
 
 
 @triton.jit
-def load_sample(scores_row, length, SAMPLE: tl.constexpr):
-    """SAMPLE scores, evenly spread over a row of at least as many keys."""
+def load_sample(scores_row, length, SAMPLE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """(scores [SAMPLE], how many they stand for): evenly spread over those of a row that keys are chosen by, each more
+    than once where they are fewer.
+    """
+    if FIRST + LAST > 0:
+        scores_row += tl.minimum(length - 1, FIRST)
+        length = tl.maximum(length - (FIRST + LAST), 1)
     i = tl.arange(0, SAMPLE)
-    return tl.load(scores_row + i * (length // SAMPLE) + i * (length % SAMPLE) // SAMPLE)
+    return tl.load(scores_row + i * (length // SAMPLE) + i * (length % SAMPLE) // SAMPLE), length
 
 
 @triton.jit
@@ -56,14 +71,14 @@ def find_bracket(some, length, keep, top, quantile, SAMPLE: tl.constexpr):
     least = (expected - off).to(tl.int32)
     nothing = tl.full((), 0, tl.int32)
     low, reached, _ = search(
-        key, key, 0, 0, 0, 0, tl.full((), LOWEST + 1, tl.int32), nothing + SAMPLE, top + 1, nothing, SAMPLE, top, most,
-        slack, guess + (expected - most) * step, step, 0, 1, 1,
+        key, key, 0, 0, 0, 0, 0, tl.full((), LOWEST + 1, tl.int32), nothing + SAMPLE, top + 1, nothing, SAMPLE, top,
+        most, slack, guess + (expected - most) * step, step, 0, 1, 1,
     )  # fmt: skip
     high = top + 1
     if least > 0:
         aim = tl.maximum(least - slack, 1)
         above, found, _ = search(
-            key, key, 0, 0, 0, 0, low, reached, high, nothing, SAMPLE, top, aim, least - aim,
+            key, key, 0, 0, 0, 0, 0, low, reached, high, nothing, SAMPLE, top, aim, least - aim,
             guess + (expected - aim) * step, step, 0, 1, 1,
         )  # fmt: skip
         high = tl.where(found <= least, above, above + 1)
@@ -71,9 +86,12 @@ def find_bracket(some, length, keep, top, quantile, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def list_bracket(scores_row, list_row, s, start, end, low, high, PIECE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def list_bracket(
+    scores_row, list_row, s, start, end, length, low, high,
+    PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
     """Write a unit's scores inside [low, high) where its list begins, at `start`: (how many are above, how many
-    inside). s [PIECE] are the unit's first scores.
+    inside). s [PIECE] are the unit's first scores. Keys that are kept whatever their scores count as above.
     """
     offset = tl.arange(0, PIECE)
     above = tl.full((), 0, tl.int32)
@@ -81,6 +99,7 @@ def list_bracket(scores_row, list_row, s, start, end, low, high, PIECE: tl.const
     for n0 in range(start, end, PIECE):
         ahead = tl.load(scores_row + n0 + PIECE + offset, mask=offset * 0 < end - n0 - PIECE, other=0.0)
         key = tl.where(n0 + offset < end, sortable(s), LOWEST)
+        key = with_kept(key, n0 + offset, length, end, FIRST, LAST)
         inside = (key >= low) & (key < high)
         place = start + listed + tl.cumsum(inside.to(tl.int32), 0) - 1
         scatter(list_row + place, s, inside, ASSEMBLY)
@@ -99,9 +118,26 @@ def count_units(key, cut, higher, equal):
 
 
 @triton.jit
+def whole_units(length, unit, SLOTS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """(above, skip, have) [SLOTS] of units whose lists are all their scores: keys that are kept whatever their scores
+    are above the bracket, and not in the lists, of which they are the first `skip` and the last.
+    """
+    start = tl.arange(0, SLOTS) * unit
+    have = tl.minimum(tl.maximum(length - start, 0), unit)
+    skip = tl.zeros([SLOTS], tl.int32)
+    above = skip
+    if FIRST + LAST > 0:
+        skip = tl.minimum(tl.maximum(FIRST - start, 0), have)
+        above = have
+        have = tl.maximum(tl.minimum(tl.maximum(length - LAST - start, 0), unit) - skip, 0)
+        above -= have
+    return above, skip, have
+
+
+@triton.jit
 def place_units(
     scores_row, list_row, cuts, places, low, high, guess, step, top, length, keep, unit,
-    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
+    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The cut of one row from what its units counted and listed, and what each of them retains."""
     u = tl.arange(0, SLOTS)
@@ -110,24 +146,25 @@ def place_units(
     s = read_lists(list_row, unit, length, 0, WIDE, SLOTS)
     above = tl.load(mine, mask=live, other=0, cache_modifier=".cg")
     have = tl.load(mine + 1, mask=live, other=0, cache_modifier=".cg")
+    skip = tl.zeros([SLOTS], tl.int32)
     lists, beyond = list_row, tl.sum(above, 0)
     reached = beyond + tl.sum(have, 0)
     if (keep <= beyond) | (keep > reached):  # the sample was unlike the row
-        lists, low, high = scores_row, tl.full((), LOWEST + 1, tl.int32), top + 1
-        above, have = above * 0, tl.minimum(tl.maximum(length - u * unit, 0), unit)
-        beyond, reached = beyond * 0, length
+        lists = scores_row
+        low, reached, high, beyond = whole_bracket(length, top, keep, FIRST, LAST)
+        above, skip, have = whole_units(length, unit, SLOTS, FIRST, LAST)
         s = read_lists(lists, unit, length, 0, WIDE, SLOTS)
-    longest = tl.max(have, 0)
-    key = listed_keys(s, have, 0, WIDE)
+    longest = tl.max(skip + have, 0)
+    key = listed_keys(s, skip, have, 0, WIDE)
     low, reached, beyond = search(
-        key, lists, unit, have, longest, beyond, low, reached, high, beyond, length, top, keep, 0, guess, step,
+        key, lists, unit, skip, have, longest, beyond, low, reached, high, beyond, length, top, keep, 0, guess, step,
         WIDE, STEP, SLOTS,
     )  # fmt: skip
     cut, ties = cut_of(low, reached, beyond, keep)
     above, equal = count_units(key, cut, above, u * 0)
     for first in range(WIDE, longest, STEP):
         more = read_lists(lists, unit, length, first, STEP, SLOTS)
-        above, equal = count_units(listed_keys(more, have, first, STEP), cut, above, equal)
+        above, equal = count_units(listed_keys(more, skip, have, first, STEP), cut, above, equal)
     ties_left = tl.maximum(ties - (tl.cumsum(equal, 0) - equal), 0)
     kept = above + tl.minimum(equal, ties_left)
     tl.store(cuts, cut)
@@ -142,7 +179,7 @@ def narrow_kernel(
     scores, lists, stats, row_length, row_mode, cuts, places, arrived, scores_s, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
     WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
-    BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), places [T * H, SLOTS,
     PLACE] of the rows of more than SHORT keys.
@@ -159,12 +196,15 @@ def narrow_kernel(
         at = row * HEADS + head
         own, listed, place = scores + at * scores_s, lists + at * scores_s, places + at * SLOTS * PLACE
         top = sortable(tl.load(stats + at * 2))
-        some = load_sample(own, length, SAMPLE)
+        some, standing = load_sample(own, length, SAMPLE, FIRST, LAST)
         s = tl.load(own + start + tl.arange(0, PIECE))
-        keep = retained_count(length, numerator, denominator)
-        low, high, guess, step = find_bracket(some, length, keep, top, quantile, SAMPLE)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
+        chosen = keep - tl.minimum(length, FIRST + LAST)
+        low, high, guess, step = find_bracket(some, standing, chosen, top, quantile, SAMPLE)
         end = tl.minimum(start + unit, length)
-        above, inside = list_bracket(own, listed, s, start, end, low, high, PIECE, ASSEMBLY)
+        above, inside = list_bracket(
+            own, listed, s, start, end, length, low, high, PIECE, FIRST, LAST, ASSEMBLY
+        )
         tl.store(place + part * PLACE, above)
         tl.store(place + part * PLACE + 1, inside)
         tl.debug_barrier()
@@ -173,4 +213,5 @@ def narrow_kernel(
             tl.debug_barrier()
             place_units(
                 own, listed, cuts + at * 2, place, low, high, guess, step, top, length, keep, unit, WIDE, STEP, SLOTS,
+                FIRST, LAST,
             )  # fmt: skip

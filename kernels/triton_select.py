@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import retained_count
+from .triton_cut import retained_count, with_kept
 from .triton_guesses import choose_guess, load_guess
 from .triton_narrow import PLACE
 from .triton_parts import (
@@ -63,8 +63,8 @@ def place_unit(blocks, blocks_s, start, end, ties, BLOCK: tl.constexpr, STEP: tl
 
 @triton.jit
 def list_unit(
-    s, scores_row, table_row, kept_line, fix_line, weight_line, start, end, cut, ties, guess, maximum, limit,
-    PAGE: tl.constexpr, PIECE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    s, scores_row, table_row, kept_line, fix_line, weight_line, start, end, length, cut, ties, guess, maximum, limit,
+    PAGE: tl.constexpr, PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Write the retained positions among the keys start .. end - 1, and of those that the guess is wrong about the
     places of their values and their weights, negative where the key is above the guess; at most `limit` of each.
@@ -77,9 +77,10 @@ def list_unit(
     for n0 in range(start, end, PIECE):
         key = tl.where(n < end, sortable(s), LOWEST)
         s = tl.load(scores_row + n + PIECE, mask=n * 0 < end - n0 - PIECE, other=0.0)
-        retained = key >= cut
+        rank = with_kept(key, n, length, end, FIRST, LAST)
+        retained = rank >= cut
         if ties > equal:
-            same = key == cut - 1
+            same = rank == cut - 1
             retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
             equal += tl.sum(same.to(tl.int32), 0)
         guessed = key >= guess
@@ -163,7 +164,7 @@ def retain_kernel(
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SHORT: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
     and values are read AHEAD blocks of BN at a time.
@@ -195,7 +196,7 @@ def retain_kernel(
         own = scores + at * scores_s
         s = tl.load(own + start + tl.arange(0, PIECE))
         entry = (slot * sites + site) * HEADS + head
-        keep = retained_count(length, numerator, denominator)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         end = tl.minimum(start + unit, length)
         if length <= SHORT:
             block = blocks + at * 2 * blocks_s
@@ -207,8 +208,8 @@ def retain_kernel(
         again = True
         while again:
             entries = list_unit(
-                s, own, table + seq * table_s, kept_line, fix_line, weight_line, start, end, cut, ties_left, guess,
-                maximum, limit, PAGE, PIECE, ASSEMBLY,
+                s, own, table + seq * table_s, kept_line, fix_line, weight_line, start, end, length, cut, ties_left,
+                guess, maximum, limit, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
             )  # fmt: skip
             tl.debug_barrier()
             # A guess that is wrong about no fewer keys than are retained: those themselves are listed and read.

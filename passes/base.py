@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +26,8 @@ class Options:
     """What the passes are told.
 
     Attributes:
-        retention: share of visible keys that a consume keeps.
+        retention: share of visible keys that a consume keeps: one for all layers, one per layer in the order of their
+            first calls, or one per layer by name.
         enabled: False makes every site dense.
         capture_loop: loop whose scores choose the retained keys.
         recapture_every: capture again every so many loops after `capture_loop`; None captures once.
@@ -36,7 +37,7 @@ class Options:
         dump_dir: where numbered graphs are written, or None.
     """
 
-    retention: Retention
+    retention: Retention | tuple[Retention, ...] | Mapping[str, Retention]
     enabled: bool = True
     capture_loop: int = 1
     recapture_every: int | None = None

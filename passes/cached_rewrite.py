@@ -31,6 +31,7 @@ from .errors import PassError
 from .masks import build_bias, build_visible, seen_key
 from .nodes import fake
 from .program import Site
+from .rewrite import always_kept
 from .values import Values, is_pure
 
 if TYPE_CHECKING:
@@ -122,8 +123,9 @@ class _Rewriter:
             return self.graph.call_function(
                 OPS["consume"], (*arguments, slot, *self.held[site.layer]), keywords
             )
-        share = self.options.retention
+        share = site.retention
         keywords |= {"retention_num": share.numerator, "retention_den": share.denominator}
+        keywords |= always_kept(share)
         made = self.graph.call_function(OPS["capture"], (*arguments, sink, slot), keywords)
         out, *held = (self._item(made, place) for place in range(1 + HELD))
         self.held[site.layer] = tuple(held)

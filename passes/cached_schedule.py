@@ -14,7 +14,7 @@ from .base import Compilation, Pass
 from .masks import seen_key
 from .nodes import fake
 from .program import Site
-from .schedule import check_capture_loop, check_order, schedule_site
+from .schedule import check_capture_loop, check_order, give_retention, schedule_site
 from .values import Values
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ class ScheduleCalls(Pass):
 
     def run(self, compilation: Compilation) -> dict[str, int]:
         calls: tuple[AttentionCall, ...] = compilation.calls  # type: ignore[attr-defined]
-        if any(site.loops > 1 for site in compilation.sites):
+        looped = any(site.loops > 1 for site in compilation.sites)
+        if looped:
             check_capture_loop(compilation.sites, compilation.options)
         sites = []
-        for site in compilation.sites:
+        for site in give_retention(compilation.sites, compilation.options) if looped else compilation.sites:
             kind, reason = schedule_site(site, compilation.options)
             sites.append(replace(site, kind=kind, reason=reason))
         _demote(sites, calls, Values(compilation.graph.graph))

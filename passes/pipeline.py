@@ -40,7 +40,6 @@ def build_program(model: nn.Module, options: Options) -> Program:
         variants=compilation.variants,
         roll=compilation.roll,
         roll_reason=compilation.roll_reason,
-        retention=options.retention,
         passes=(traced, *records),
         merged=tuple(compilation.merged),
         left_alone=tuple(compilation.left_alone),

@@ -15,6 +15,8 @@ STORE_INPUTS = ("index", "count", "mass", "o_ref", "c_ref")
 MODE_INPUTS = {"capture": "row_mode_capture", "consume": "row_mode_consume"}
 DEPTH_MODE = "row_mode_site"
 
+ALL_KEYS = Retention(1, 1)
+
 
 def depth_mode_input(number: int) -> str:
     """Input of the variant "depth" with each row's mode at the `number`-th site of a body."""
@@ -35,6 +37,7 @@ class Site:
         kind: "dense", "capture" or "consume".
         reason: why, in one clause.
         scale, window, softcap: the attention's own numbers; window 0 and softcap 0.0 mean none.
+        retention: the share of the visible keys that a consume of this layer keeps.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Site:
     scale: float
     window: int
     softcap: float
+    retention: Retention = ALL_KEYS
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,6 @@ class Program:
     variants: dict[str, Variant]
     roll: Roll | None
     roll_reason: str
-    retention: Retention
     passes: tuple[PassRecord, ...] = field(default=())
     merged: tuple[MergedLinears, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
@@ -177,6 +180,21 @@ class Program:
     def loops(self) -> int:
         """The largest number of calls of one layer."""
         return max(site.loops for site in self.sites)
+
+    @property
+    def body_sites(self) -> tuple[tuple[Site, ...], ...]:
+        """Of each body, those before the loop with the first; nothing for a program that is not rolled."""
+        roll = self.roll
+        if roll is None:
+            return ()
+        ends = [roll.first_site + roll.period * (body + 1) for body in range(roll.repeats)]
+        return tuple(self.sites[start:end] for start, end in zip([0, *ends], ends, strict=False))
+
+    @property
+    def last_sites(self) -> tuple[Site, ...]:
+        """Those behind the loop; none in a program that is not rolled."""
+        roll = self.roll
+        return () if roll is None else self.sites[roll.first_site + roll.period * roll.repeats :]
 
     @property
     def planes(self) -> int:
@@ -193,6 +211,12 @@ class Program:
         output = self.traced.graph.output_node().args[0]
         assert isinstance(output, fx.Node)
         return int(output.meta["val"].shape[-1])
+
+    @property
+    def retention(self) -> Retention | None:
+        """The largest share that any layer keeps; None when nothing captures."""
+        kept = [site.retention for site in self.sites if site.kind == "capture"]
+        return max(kept, key=lambda one: one.share, default=None)
 
     @property
     def sparse(self) -> bool:

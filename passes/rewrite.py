@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..kernels.retention import Retention
 from .base import Compilation, Options, Pass
 from .errors import PassError
 from .graph import SITE, Piece, free_inputs, is_call, is_row_tensor
@@ -75,8 +76,9 @@ class _SitePiece(Piece):
         keywords: dict[str, Any] = {"plane": place.plane, "plane_stride": self.stride, "scale": site.scale}
         keywords |= {"softcap": site.softcap, "implementation": self.options.implementation}
         retention = {
-            "retention_num": self.options.retention.numerator,
-            "retention_den": self.options.retention.denominator,
+            "retention_num": site.retention.numerator,
+            "retention_den": site.retention.denominator,
+            **always_kept(site.retention),
         }
         if kind == "dense":
             target, keywords = _ops.dense.default, keywords | {"window": site.window}
@@ -96,6 +98,12 @@ class _SitePiece(Piece):
         made.meta = {**marker.meta, "pass": "rewrite", "site": site.name}
         self.map[marker] = made
         return made
+
+
+def always_kept(retention: Retention) -> dict[str, int]:
+    """Keywords of an op for the keys that are kept whatever their scores; none where there are none."""
+    given = {"keep_first": retention.first, "keep_last": retention.last}
+    return {name: count for name, count in given.items() if count}
 
 
 class Rewriter:

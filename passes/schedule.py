@@ -7,11 +7,45 @@ so are sliding-window sites and layers that run once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
+from ..kernels.retention import Retention
 from .base import Compilation, Options, Pass
 from .errors import OptionError, PassError
 from .program import Site
+
+
+def give_retention(sites: tuple[Site, ...], options: Options) -> tuple[Site, ...]:
+    """The sites with the retention of their layers. Raises OptionError unless the option has one for each layer."""
+    layers = list(dict.fromkeys(site.layer for site in sites))
+    given = options.retention
+    if isinstance(given, Retention):
+        return tuple(replace(site, retention=given) for site in sites)
+    if not isinstance(given, tuple):
+        return _by_name(sites, layers, given)
+    if len(given) != len(layers):
+        raise OptionError(
+            "key_retention",
+            f"({len(given)} numbers)",
+            f"must have one number for each of the {len(layers)} attention layers, {layers[0]} to {layers[-1]}",
+            f"give {len(layers)} numbers in the order in which `sparse-compile inspect` lists the layers",
+        )
+    shares = dict(zip(layers, given, strict=True))
+    return tuple(replace(site, retention=shares[site.layer]) for site in sites)
+
+
+def _by_name(sites: tuple[Site, ...], layers: list[str], given: Mapping[str, Retention]) -> tuple[Site, ...]:
+    odd = sorted(set(layers) ^ set(given))
+    if odd:
+        whose = "the model has no such layer" if odd[0] in given else "the calibration has no such layer"
+        raise OptionError(
+            "calibration",
+            odd[0],
+            f"is a layer of one side only: {whose}",
+            "calibrate this model: sparse-compile calibrate MODEL --text FILE --out retention.json",
+        )
+    return tuple(replace(site, retention=given[site.layer]) for site in sites)
 
 
 def is_capture_loop(loop: int, options: Options) -> bool:
@@ -28,7 +62,7 @@ def schedule_site(site: Site, options: Options) -> tuple[str, str]:
         return "dense", "layer is not looped"
     if not options.enabled:
         return "dense", "sparse attention is off"
-    if options.retention.numerator == options.retention.denominator:
+    if site.retention.keeps_all:
         return "dense", "retention 1.0 keeps every key"
     if site.window:
         return "dense", f"sliding window of {site.window} tokens"
@@ -60,7 +94,7 @@ def schedule_sites(sites: tuple[Site, ...], options: Options) -> tuple[Site, ...
     check_capture_loop(sites, options)
     lines: dict[str, int] = {}
     scheduled = []
-    for site in sites:
+    for site in give_retention(sites, options):
         kind, reason = schedule_site(site, options)
         if kind == "capture":
             lines.setdefault(site.layer, len(lines))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.kv_pool import KVSpec
 from sparse_compile.runtime.memory import (
     USABLE_SHARE,
@@ -32,16 +33,15 @@ class SiteSizes(Protocol):
     def head_dim(self) -> int: ...
     @property
     def store_site(self) -> int | None: ...
+    @property
+    def retention(self) -> Retention: ...
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Shapes of pool and store for any batch and context. retention: (numerator, denominator). rows: of one sequence
-    that may be under way at once.
-    """
+    """Shapes of pool and store for any batch and context. rows: of one sequence that may be under way at once."""
 
     sites: Sequence[SiteSizes]
-    retention: tuple[int, int]
     key_bucket: int
     page_size: int
     dtype: torch.dtype
@@ -57,11 +57,11 @@ class PoolSizes:
 
     def store_spec(self, context: int) -> StoreSpec | None:
         """Shape of a slot for rows of up to `context` keys; None when nothing captures."""
-        lines = {site.store_site for site in self.sites if site.store_site is not None}
+        lines = {site.store_site: site.retention for site in self.sites if site.store_site is not None}
         if not lines:
             return None
         first = self.sites[0]
-        capacity = StoreSpec.capacity_for(context, self.retention, self.key_bucket)
+        capacity = max(StoreSpec.capacity_for(context, one, self.key_bucket) for one in lines.values())
         return StoreSpec(len(lines), first.heads, first.head_dim, capacity, self.dtype)
 
     def pages(self, batch: int, context: int, pool_tokens: int | None = None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StoreSpec:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     @staticmethod
-    def capacity_for(max_context: int, retention: tuple[int, int], key_bucket: int = 1) -> int:
+    def capacity_for(max_context: int, retention: Retention, key_bucket: int = 1) -> int:
         """Retained keys of the longest row, rounded up to a multiple of `key_bucket`."""
-        return -(-retained_count(max_context, *retention) // key_bucket) * key_bucket
+        return -(-retention.count(max_context) // key_bucket) * key_bucket
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -45,12 +45,12 @@ class StoreSpec:
         per_head += self.head_dim * (self.dtype.itemsize + self.compute_dtype.itemsize)
         return self.sites * (4 + self.heads * per_head) + 1  # + 4: count, + 1: valid
 
-    def check_capacity(self, length: int, retention: tuple[int, int]) -> None:
+    def check_capacity(self, length: int, retention: Retention) -> None:
         """Raises ValueError when a row of `length` visible keys retains more keys than a slot can hold."""
-        count = retained_count(length, *retention)
+        count = retention.count(length)
         if count > self.capacity:
             raise ValueError(
-                f"a row of {length} visible keys retains {count} keys at retention "
-                f"{retention[0]}/{retention[1]}, the reference store holds {self.capacity}; "
+                f"a row of {length} visible keys retains {count} keys at retention {retention}, "
+                f"the reference store holds {self.capacity}; "
                 "raise max_context or lower key_retention"
             )

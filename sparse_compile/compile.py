@@ -15,7 +15,6 @@ from sparse_compile.determinism import check_deterministic, check_rows, make_com
 from sparse_compile.errors import ArgumentError
 from sparse_compile.freshness import refuse_autocast
 from sparse_compile.kernels.dispatch import resolve, triton_obstacle
-from sparse_compile.kernels.retention import Retention
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
@@ -65,7 +64,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     check_implementation(config, program, model)
     check_deterministic(config, program, model)
     check_loops(config, program)
-    check_speculation(config.speculation, program, config.loops_per_step, config.async_steps)
+    check_speculation(config.speculation, program, config.loops_per_step)
     config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
@@ -134,7 +133,7 @@ def pass_options(config: SparseConfig, device: torch.device) -> Options:
     """
     dump = os.environ.get(DUMP_VARIABLE)
     return Options(
-        retention=Retention.of(config.retention),
+        retention=config.retention_for_passes(),
         enabled=config.enabled,
         capture_loop=config.capture_loop,
         recapture_every=config.recapture_every,
@@ -158,10 +157,8 @@ class EngineFactory:
         return self.program.roll.repeats if self.program.roll is not None else 1
 
     def sizes(self, speculation: SpeculationConfig | None = None) -> PoolSizes:
-        retention = self.program.retention
         return PoolSizes(
             self.program.sites,
-            (retention.numerator, retention.denominator),
             self.config.key_bucket,
             self.config.page_size,
             self.model.dtype,
@@ -192,14 +189,13 @@ class EngineFactory:
         asked = chosen(speculation, self.config.speculation)
         check_rows(self.config, rows, asked, self.bodies)
         self.check_memory(rows, context, pool_tokens, speculation)
-        # Steps that are asynchronous by default become synchronous; those of a config that says so are refused before.
-        check_speculation(asked, self.program, self.config.loops_per_step, None)
+        check_speculation(asked, self.program, self.config.loops_per_step)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
             return self._make(rows, context, pool_tokens, asked)
 
     def options(self, rows: int, context: int, speculation: SpeculationConfig | None) -> EngineOptions:
         """Limits of an engine of this size, by the config."""
-        config, retention = self.config, self.program.retention
+        config = self.config
         assert config.prefill_chunk is not None
         assert config.dense_below is not None
         return EngineOptions(
@@ -209,8 +205,10 @@ class EngineFactory:
             max_prefill_tokens=config.prefill_chunk,
             dense_below=config.dense_below,
             sites=self.program.sites,
-            retention=(retention.numerator, retention.denominator) if self.program.sparse else None,
-            async_steps=bool(config.async_steps) and speculation is None,
+            body_sites=self.program.body_sites,
+            last_sites=self.program.last_sites,
+            retention=self.program.retention,
+            async_steps=bool(config.async_steps),
             drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,

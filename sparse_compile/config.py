@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sparse_compile.calibration import REMEDY, Calibration
 from sparse_compile.errors import ArgumentError, whole_number
 from sparse_compile.speculation import SpeculationConfig, chosen
+
+if TYPE_CHECKING:
+    from sparse_compile.kernels.retention import Retention
+
+Number = float | str | Decimal | Fraction
+AUTO = "auto"
 
 # What None means. On CUDA rows below some length gain nothing from sparse attention (benchmarks/attention.py), and the
 # weights should be read once for as many prompt tokens as memory allows.
@@ -42,7 +51,14 @@ class SparseConfig:
 
     key_retention: part of the visible keys that a consume loop reads, 0 < r <= 1. The decimal as written is
         meant exactly (0.1 is one tenth): float, str ("0.1", "1/8"), Decimal, Fraction or the int 1. 1 means
-        dense.
+        dense. A sequence has one for each attention layer, in the order of their first calls; "auto" takes those of a
+        calibration.
+    calibration: for key_retention="auto": a file of `sparse-compile calibrate`, or a `Calibration`. It belongs to one
+        capture_loop.
+    target_mass: for key_retention="auto": attention mass that the kept keys should have, 0 < mass <= 1; None = that
+        for which the calibration was made.
+    keep_first, keep_last: so many of the first and of the last visible keys are kept whatever their scores. They count:
+        a row keeps as many keys as without them, unless they alone are more.
     capture_loop: loop (counted from 0) that selects the keys; earlier loops are dense. Its upper limit is the
         model's number of loops and is checked when a model is compiled.
     recapture_every: select anew every so many loops after the capture loop; None = select once.
@@ -76,7 +92,11 @@ class SparseConfig:
     progress: True shows progress of long work on stderr, None only on a terminal, False never.
     """
 
-    key_retention: float | str | Decimal | Fraction = 0.1
+    key_retention: Number | Sequence[Number] = 0.1
+    calibration: str | os.PathLike[str] | Calibration | None = None
+    target_mass: float | None = None
+    keep_first: int = 0
+    keep_last: int = 0
     capture_loop: int = 1
     recapture_every: int | None = None
     key_bucket: int = 64
@@ -101,8 +121,9 @@ class SparseConfig:
     progress: bool | None = True
 
     def __post_init__(self) -> None:
-        _check_retention(self.key_retention)
-        self._check_int("capture_loop", 0)
+        for name in ("capture_loop", "keep_first", "keep_last"):
+            self._check_int(name, 0)
+        self._check_retention()
         if self.dense_below is not None:
             self._check_int("dense_below", 0, "an integer >= 0, or None")
         for name in ("key_bucket", "page_size"):
@@ -139,16 +160,66 @@ class SparseConfig:
         """Check one integer option and store it as a plain int."""
         object.__setattr__(self, name, whole_number(name, getattr(self, name), least, expected))
 
+    def _check_retention(self) -> None:
+        """Check what is kept, and store a sequence as a tuple and the path of a calibration as what is in the file."""
+        if isinstance(self.key_retention, str) and self.key_retention == AUTO:
+            object.__setattr__(self, "calibration", _calibration(self))
+            return
+        for name in ("calibration", "target_mass"):
+            if getattr(self, name) is not None:
+                limit = f"is for key_retention={AUTO!r} only, and it is {self.key_retention!r:.60}"
+                raise ArgumentError(name, getattr(self, name), limit, f"pass key_retention={AUTO!r}")
+        if isinstance(self.key_retention, str) or not isinstance(self.key_retention, Sequence):
+            _check_share(self.key_retention)
+            return
+        object.__setattr__(self, "key_retention", tuple(self.key_retention))
+        if not self.key_retention:
+            limit = "must have a number for each attention layer"
+            raise ArgumentError("key_retention", self.key_retention, limit, "pass for example [0.1, 0.2]")
+        for value in self.key_retention:
+            _check_share(value)
+
     @property
-    def retention(self) -> Fraction:
-        """`key_retention` as the exact fraction that the user wrote."""
+    def retention(self) -> Fraction | tuple[Fraction, ...] | dict[str, Fraction]:
+        """`key_retention` as exact fractions: for all layers, for each in order, or by the names of the layers."""
+        if isinstance(self.calibration, Calibration):
+            return self.calibration.shares(self.target_mass)
+        if isinstance(self.key_retention, tuple):
+            return tuple(map(_as_fraction, self.key_retention))
         return _as_fraction(self.key_retention)
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """The same without the layers: one fraction, or one for each layer."""
+        given = self.retention
+        return (
+            (given,)
+            if isinstance(given, Fraction)
+            else tuple(given.values() if isinstance(given, dict) else given)
+        )
+
+    @property
+    def retention_text(self) -> str:
+        """What is kept, for people: "1/10", or "1/20 to 1/2, by layer"."""
+        least, most = min(self.shares), max(self.shares)
+        always = f", the first {self.keep_first} and the last {self.keep_last}"
+        text = str(least) if isinstance(self.retention, Fraction) else f"{least} to {most}, by layer"
+        return text + (always if self.keep_first or self.keep_last else "")
+
+    def retention_for_passes(self) -> Retention | tuple[Retention, ...] | dict[str, Retention]:
+        """What is kept, in the integers that the ops compute with."""
+        from sparse_compile.kernels.retention import Retention
+
+        given, always = self.retention, {"first": self.keep_first, "last": self.keep_last}
+        if isinstance(given, dict):
+            return {layer: Retention.of(share, **always) for layer, share in given.items()}
+        if isinstance(given, tuple):
+            return tuple(Retention.of(share, **always) for share in given)
+        return Retention.of(given, **always)
 
     def for_device(self, kind: str) -> SparseConfig:
         """The same with every None that stands for a choice by device decided, for a device type such as "cuda"."""
         choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
-        if self.speculation is not None:
-            choices = choices | {"async_steps": False}
         made = replace(
             self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
         )
@@ -181,8 +252,31 @@ def _as_fraction(value: Any) -> Fraction:
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
-def _check_retention(value: object) -> None:
+def _calibration(config: SparseConfig) -> Calibration:
+    """The calibration of key_retention="auto", or an ArgumentError."""
+    given = config.calibration
+    if given is None:
+        limit = f"is needed for key_retention={AUTO!r}"
+        raise ArgumentError("calibration", None, limit, REMEDY)
+    if not isinstance(given, str | os.PathLike | Calibration):
+        raise ArgumentError("calibration", given, "must be the path of a file, or a Calibration", REMEDY)
+    found = given if isinstance(given, Calibration) else Calibration.load(os.fspath(given))
+    for name in ("capture_loop", "keep_first", "keep_last"):
+        measured, asked = getattr(found, name), getattr(config, name)
+        if measured != asked:
+            limit = f"was measured with {name}={measured}, and it is {asked}"
+            raise ArgumentError("calibration", str(given), limit, f"pass {name}={measured}")
+    mass = config.target_mass
+    if mass is not None and (isinstance(mass, bool) or not isinstance(mass, Real) or not 0 < mass <= 1):
+        limit = "must be a number greater than 0 and at most 1"
+        raise ArgumentError("target_mass", mass, limit, "pass for example target_mass=0.95")
+    return found
+
+
+def _check_share(value: object) -> None:
     limit, remedy = "must be a number greater than 0 and at most 1", "pass for example key_retention=0.1"
+    if isinstance(value, str) and value.endswith(".json"):
+        remedy = f"for a calibration pass key_retention={AUTO!r}, calibration={value!r}"
     if isinstance(value, bool) or not isinstance(value, Real | str | Decimal):
         raise ArgumentError("key_retention", value, limit, remedy)
     try:
@@ -197,7 +291,7 @@ def warn_of_last_loop(config: SparseConfig, loops: int) -> None:
     """Warn if `capture_loop` is the last loop of the model (the most calls of one layer per forward): then no
     loop is left to run sparse. (A loop that the model does not have is refused by the schedule pass.)
     """
-    if config.enabled and config.retention < 1 and config.capture_loop == loops - 1:
+    if config.enabled and min(config.shares) < 1 and config.capture_loop == loops - 1:
         remedy = f"; pass capture_loop={loops - 2} or lower" if loops > 1 else ""
         warnings.warn(
             f"capture_loop={config.capture_loop} is the last of {loops} loops: "

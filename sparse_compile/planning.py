@@ -172,7 +172,7 @@ def make_plan(
         positions=positions,
         budget=_budget(found, gpu_memory, config, chosen),
         settings={
-            "key_retention": str(config.retention),
+            "key_retention": config.retention_text,
             "capture_loop": config.capture_loop,
             "page_size": config.page_size,
             "prefill_chunk": config.prefill_chunk,
@@ -182,11 +182,8 @@ def make_plan(
 
 
 def _budget(found: Survey, gpu_memory: int, config: SparseConfig, dtype: torch.dtype) -> Budget:
-    retention = config.retention
     assert config.prefill_chunk is not None
-    pools = PoolSizes(
-        found.sites, (retention.numerator, retention.denominator), config.key_bucket, config.page_size, dtype
-    )
+    pools = PoolSizes(found.sites, config.key_bucket, config.page_size, dtype)
     return Budget(
         gpu_bytes=gpu_memory,
         weight_bytes=found.weight_bytes,

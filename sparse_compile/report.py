@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from sparse_compile.kernels.dispatch import resolve
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.skinny import survey
 from sparse_compile.passes.weights import named_tensors
 from sparse_compile.runtime.budget import PoolSizes
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from sparse_compile.compiled import CompiledModel
+    from sparse_compile.config import SparseConfig
     from sparse_compile.passes.program import Program, Site
 
 KINDS = ("dense", "capture", "consume")
@@ -25,12 +27,15 @@ DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One attention module: the kind and the reason of each of its calls, in order of loops."""
+    """One attention module: the kind and the reason of each of its calls, in order of loops, and the share of the keys
+    that its consumes keep.
+    """
 
     layer: str
     kinds: tuple[str, ...]
     reasons: tuple[str, ...]
     window: int
+    retention: Retention
 
     @property
     def looped(self) -> bool:
@@ -44,6 +49,8 @@ class LayerRow:
             "kinds": list(self.kinds),
             "reasons": list(self.reasons),
             "window": self.window,
+            "key_retention": float(self.retention.share),
+            "fraction": str(self.retention),
         }
 
 
@@ -75,8 +82,11 @@ class Report:
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
     merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
         and did not, with the reason.
+    retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
+    speculation: how the model drafts for itself, empty when it does not: "mode", "draft_loops", "rows" of a request at
+        once, "asynchronous", and "synchronous_for", the requests whose rounds are read at once all the same.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
         when neither is there.
     memory: bytes that the present engine holds by name, empty before the first generate.
@@ -98,6 +108,7 @@ class Report:
     dense_below: int
     implementation: str
     implementation_option: str
+    speculation: dict[str, Any]
     budget: dict[str, int]
     memory: dict[str, int]
 
@@ -132,6 +143,7 @@ class Report:
             "dense_below": self.dense_below,
             "implementation": self.implementation,
             "implementation_option": self.implementation_option,
+            "speculation": self.speculation,
             "budget": self.budget,
             "memory": self.memory,
         }
@@ -147,7 +159,6 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
     """The report of a compiled model. contexts: numbers of visible tokens to state the expected reads for."""
     program, config = compiled.program, compiled.sparse_config
     item = compiled.dtype.itemsize
-    fraction = config.retention
     skinny, not_skinny = survey(program) if config.skinny_products else (None, ())
     return Report(
         model=type(compiled.model).__name__,
@@ -163,8 +174,11 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         skinny=skinny,
         not_skinny=not_skinny,
         retention={
-            "key_retention": float(fraction),
-            "fraction": f"{fraction.numerator}/{fraction.denominator}",
+            "key_retention": float(max(config.shares)),
+            "fraction": config.retention_text,
+            "keep_first": config.keep_first,
+            "keep_last": config.keep_last,
+            "by_layer": not isinstance(config.retention, Fraction),
             "capture_loop": config.capture_loop,
             "recapture_every": config.recapture_every,
             "enabled": config.enabled,
@@ -174,6 +188,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
             config.implementation, compiled.device.type, compiled.dtype, program.sites[0].head_dim
         ),
         implementation_option=config.implementation,
+        speculation=_speculation(config, program),
         budget=_budget(compiled),
         memory=_memory(compiled.engine),
     )
@@ -186,7 +201,7 @@ def _layers(sites: Iterable[Site]) -> Iterable[LayerRow]:
     for layer, calls in by_layer.items():
         calls.sort(key=lambda site: site.loop)
         kinds, reasons = tuple(site.kind for site in calls), tuple(site.reason for site in calls)
-        yield LayerRow(layer, kinds, reasons, calls[0].window)
+        yield LayerRow(layer, kinds, reasons, calls[0].window, calls[0].retention)
 
 
 def _kv_bytes(site: Site, item: int) -> int:
@@ -201,10 +216,24 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
         whole = visible * _kv_bytes(site, item)
         dense += whole
         if site.kind == "consume" and context >= dense_below:
-            kept = retained_count(context, program.retention.numerator, program.retention.denominator)
+            kept = site.retention.count(context)
             whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
         sparse += whole
     return Reads(context, dense, sparse)
+
+
+def _speculation(config: SparseConfig, program: Program) -> dict[str, Any]:
+    asked = config.speculation
+    if asked is None:
+        return {}
+    asynchronous = bool(config.async_steps)
+    return {
+        "mode": asked.mode,
+        "draft_loops": asked.draft_loops,
+        "rows": asked.rows(program.loops),
+        "asynchronous": asynchronous,
+        "synchronous_for": "requests with a logits processor" if asynchronous else "all requests",
+    }
 
 
 def _budget(compiled: CompiledModel) -> dict[str, int]:
@@ -212,10 +241,9 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     rows, context = compiled.capacity
     if not context:
         return {}
-    retention = (program.retention.numerator, program.retention.denominator)
     asked = config.speculation
     block = 1 if asked is None else asked.rows(program.loops)
-    sizes = PoolSizes(program.sites, retention, config.key_bucket, config.page_size, compiled.dtype, block)
+    sizes = PoolSizes(program.sites, config.key_bucket, config.page_size, compiled.dtype, block)
     tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
     needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -24,6 +24,8 @@ def render(report: Report) -> Group:
     if report.reads:
         parts.append(_read_table(report))
     parts += [_roll(report), *_linears(report), _passes(report), _implementation(report)]
+    if report.speculation:
+        parts.append(_speculation(report.speculation))
     if report.budget:
         parts.append(_budget(report.budget))
     if report.memory:
@@ -32,12 +34,20 @@ def render(report: Report) -> Group:
     return Group(*parts)
 
 
-def _title(report: Report) -> Text:
-    kept = (
-        f"key_retention {report.retention['key_retention']:g}"
-        if report.retention["enabled"]
-        else "sparse off"
+def _speculation(asked: dict[str, Any]) -> Text:
+    return Text(
+        f"speculation: {asked['mode']}, drafts with {asked['draft_loops']} loops, {asked['rows']} rows of a request at "
+        f"once; rounds are synchronous for {asked['synchronous_for']}"
     )
+
+
+def _title(report: Report) -> Text:
+    kept = f"key_retention {report.retention['key_retention']:g}"
+    if report.retention["by_layer"]:
+        kept = f"key_retention {report.retention['fraction']}"
+    elif report.retention["keep_first"] or report.retention["keep_last"]:
+        kept += f", first {report.retention['keep_first']}, last {report.retention['keep_last']}"
+    kept = kept if report.retention["enabled"] else "sparse off"
     return Text(f"{report.model}: {report.loops} loops, {kept}", style="bold")
 
 
@@ -46,11 +56,18 @@ def _layer_table(report: Report) -> Table:
     table.add_column("layer", overflow="fold")
     for loop in range(report.loops):
         table.add_column(f"loop {loop}")
+    by_layer = report.retention["by_layer"]
+    if by_layer:
+        table.add_column("keeps", justify="right")
     table.add_column("why, by loop", overflow="fold")
-    for _, same in groupby(report.layers, key=lambda row: (row.kinds, row.reasons, row.window)):
+    for _, same in groupby(
+        report.layers, key=lambda row: (row.kinds, row.reasons, row.window, row.retention)
+    ):
         rows = list(same)
         cells = [Text(kind, style=STYLES.get(kind, "")) for kind in rows[0].kinds]
         cells += [Text("")] * (report.loops - len(cells))
+        if by_layer:
+            cells.append(Text(f"{float(rows[0].retention.share):g}" if "consume" in rows[0].kinds else ""))
         table.add_row(_layer_name(rows), *cells, _why(rows[0]))
     return table
 

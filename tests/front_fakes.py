@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig
+from sparse_compile.kernels.retention import Retention
+from sparse_compile.passes.program import Program
 from sparse_compile.runtime.request import RequestMetrics, SamplingParams, StepOutput
 
 VOCAB = 272
@@ -130,6 +132,7 @@ def fake_site(layer: str, loop: int, loops: int, kind: str, **changes: Any) -> S
         "head_dim": 8,
         "window": 0,
         "store_site": None if kind == "dense" else 0,
+        "retention": Retention(1, 4),
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -147,10 +150,12 @@ def fake_program(sites: list[Any] | None = None, **changes: Any) -> Any:
         "merged": (),
         "left_alone": (),
         "passes": (SimpleNamespace(name="trace", seconds=0.5, counters={"nodes": 3}),),
-        "retention": SimpleNamespace(numerator=1, denominator=4),
+        "retention": Retention(1, 4),
         "graph_text": lambda which: f"graph {which}",
     }
-    return SimpleNamespace(**{**values, **changes})
+    made = SimpleNamespace(**{**values, **changes})
+    made.counts = lambda: Program.counts(made)
+    return made
 
 
 def compiled_llama(model: Any = None, width: int = 2, **options: Any) -> tuple[Any, list[FakeEngine]]:

@@ -53,6 +53,8 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     retention: str = "0.3"
+    keep_first: int = 0
+    keep_last: int = 0
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 0
@@ -75,7 +77,7 @@ class Case:
 
     @property
     def retention(self) -> Retention:
-        return Retention.of(self.shape.retention)
+        return Retention.of(self.shape.retention, first=self.shape.keep_first, last=self.shape.keep_last)
 
     @property
     def rows(self) -> int:
@@ -140,6 +142,7 @@ def arguments(
     kwargs |= {"site": SITE}
     if op in ("capture", "mixed"):
         kwargs |= {"retention_num": case.retention.numerator, "retention_den": case.retention.denominator}
+        kwargs |= {"keep_first": case.shape.keep_first, "keep_last": case.shape.keep_last}
     return (*args, *store), kwargs
 
 
@@ -301,6 +304,8 @@ def shapes(draw: st.DrawFn, **fixed: Any) -> Shape:
         "prefix": draw(st.booleans()),
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
         "retention": draw(st.sampled_from(["0.3", "0.1", "0.77", "1.0", "1/3"])),
+        "keep_first": draw(st.sampled_from([0, 0, 1, 3])),
+        "keep_last": draw(st.sampled_from([0, 0, 2, 40])),
         "seed": draw(st.integers(0, 2**31)),
     }
     return Shape(**drawn | fixed)

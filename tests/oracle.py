@@ -23,9 +23,19 @@ class SparseOracle:
     """
 
     def __init__(
-        self, model: nn.Module, retention: float, capture_loop: int = 1, recapture_every: int | None = None
+        self,
+        model: nn.Module,
+        retention: float | list[float],
+        capture_loop: int = 1,
+        recapture_every: int | None = None,
+        keep_first: int = 0,
+        keep_last: int = 0,
     ):
-        self.model, self.retention = model, Fraction(str(retention))
+        self.model = model
+        self.shares = [
+            Fraction(str(one)) for one in (retention if isinstance(retention, list) else [retention])
+        ]
+        self.keep_first, self.keep_last = keep_first, keep_last
         self.capture_loop, self.recapture_every = capture_loop, recapture_every
         self.names = {id(module): name for name, module in model.named_modules()}
         self.loops: dict[str, int] = {}
@@ -58,9 +68,13 @@ class SparseOracle:
             self.recapture_every is not None and past > 0 and past % self.recapture_every == 0
         )
 
+    def _share(self, name: str) -> Fraction:
+        """What a layer keeps: one number for all, or one for each in the order of first calls."""
+        return self.shares[list(self.loops).index(name) if len(self.shares) > 1 else 0]
+
     def _kind(self, name: str, loop: int, window: int) -> str:
         loops = self.loops.get(name, 1)
-        if loops == 1 or window or loop < self.capture_loop or self.retention == 1:
+        if loops == 1 or window or loop < self.capture_loop or self._share(name) == 1:
             return "dense"
         if not self._is_capture(loop):
             return "consume"
@@ -104,10 +118,11 @@ class SparseOracle:
         self, name: str, scores: torch.Tensor, p: torch.Tensor, value: torch.Tensor, out: torch.Tensor
     ) -> None:
         visible = scores.shape[-1]
-        count = min(visible, max(1, math.ceil(visible * self.retention)))
+        always = {*range(min(visible, self.keep_first)), *range(max(0, visible - self.keep_last), visible)}
+        count = min(visible, max(1, len(always), math.ceil(visible * self._share(name))))
         kept, mass, reference = [], [], []
         for head in range(scores.shape[0]):
-            ranked = sorted(range(visible), key=lambda j: (-float(scores[head, j]), j))
+            ranked = sorted(range(visible), key=lambda j: (j not in always, -float(scores[head, j]), j))
             chosen = torch.tensor(sorted(ranked[:count]))
             kept.append(chosen)
             mass.append(p[head, chosen].sum())

@@ -15,6 +15,7 @@ room covers a case, it is named here instead of copied:
     A26  test_kernels_batched::test_every_head_ratio_and_dimension
     A27  test_kernels_ops::test_strides_do_not_matter (one fused projection, expanded, one row)
     A29  test_kernels_ops::test_consume_before_capture_is_refused
+         test_retention_layers::test_the_first_and_last_keys_are_kept
 
     A35  test_serve::test_a35_an_abort_while_a_prompt_is_handed_over_to_decode (prefill and decode of one engine)
     A5   test_serve::test_a5_prompts_in_chunks_in_one_batch
@@ -42,11 +43,7 @@ of self-speculation:
     A32  test_speculation_sampling::test_a32_twenty_thousand_draws_have_the_distribution_of_plain_sampling
     A33  test_speculation::test_a33_a_processor_is_applied_at_each_draft_position
 
-Not applicable, because what it is about does not exist:
-
-    A29  as far as it speaks of options to keep the first and last tokens
-
-Of what is asked for most, not yet there: lm_eval. A deterministic mode with a self-test is in test_deterministic and
+Of what is asked for most: lm_eval is in test_lm_eval; a deterministic mode with a self-test in test_deterministic and
 test_selftest.
 """
 

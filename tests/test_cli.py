@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sparse_compile import cli
 from sparse_compile.cli import app, common
-from sparse_compile.models.presets import tiny_model
+from sparse_compile.models import tiny_model, tiny_tokenizer
 from sparse_compile.passes.errors import UnsupportedModel
 
 Compiled = dict[str, Any]
@@ -263,22 +263,63 @@ def test_check_program(
     assert value["ok"] is value["program"]["ok"] is (error is None)
 
 
-def test_demo(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def no_quality(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The fake engine has no pool to decode given text with."""
+    found = {"dense_perplexity": 3.0, "sparse_perplexity": 3.25, "agreement": 0.875, "tokens": 254.0}
+    module = sys.modules["sparse_compile.cli.demo"]  # its name in the package is the command
+    monkeypatch.setattr(module, "_quality", lambda *_: found)
+    return found
+
+
+def test_demo(
+    fakes: Compiled,
+    no_quality: dict[str, float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", Path("nowhere"))
     code, out, err = run(capsys, "demo", "--max-new-tokens", "3", "--json")
     assert code == 0
+    assert "weights of the model 'demo' are not in this installation" in err
     value = json.loads(out)
+    assert value["model"] == "tiny:ouro"
+    assert value["quality"] == no_quality
     assert value["identical"] is True
+    assert all(len(one["texts"]) == 3 for one in value["runs"])
     assert [one["name"] for one in value["runs"]] == ["dense", "retention 1.0", "retention 0.25"]
     assert "compiling with enabled=False" in err
-    code, out, _ = run(capsys, "demo", "--max-new-tokens", "2")
+    code, out, _ = run(capsys, "demo", "--model", "tiny:ouro", "--max-new-tokens", "2")
     assert code == 0
     assert "exactly the tokens of transformers: verified" in out
+    assert "perplexity 3.000 dense, 3.250 at retention 0.25" in out
+    assert "87.5%" in out
+    assert "---" not in out  # texts of a random model are noise
     assert "random weights" not in out  # the fake engine runs dense throughout
 
 
-def test_demo_fails_when_tokens_differ(fakes: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_shows_what_the_trained_model_writes(
+    fakes: Compiled,
+    no_quality: dict[str, float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    tiny_model("ouro").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", tmp_path)
+    code, out, err = run(capsys, "demo", "--max-new-tokens", "4")
+    assert code == 0, err
+    assert out.count("--- dense") == out.count("--- retention 0.25") == 3
+    assert "class Stack:" in out
+    assert "?zk" in out
+
+
+def test_demo_fails_when_tokens_differ(
+    fakes: Compiled, no_quality: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
     fakes["compiled"] = compiled_llama(tiny_llama(num_hidden_layers=2))[0]
-    code, out, _ = run(capsys, "demo", "--max-new-tokens", "3", "--json")
+    code, out, _ = run(capsys, "demo", "--model", "tiny:ouro", "--max-new-tokens", "3", "--json")
     assert code == 1
     assert json.loads(out)["identical"] is False
 

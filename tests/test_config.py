@@ -35,7 +35,7 @@ def test_retention_is_the_decimal_as_written(value: object, fraction: Fraction) 
 
 
 @pytest.mark.parametrize(
-    "value", [0, 0.0, -0.1, 1.5, 2, math.nan, math.inf, "", "a lot", "1/0", "nan", True, None, [0.1], 1j]
+    "value", [0, 0.0, -0.1, 1.5, 2, math.nan, math.inf, "", "a lot", "1/0", "nan", True, None, {0.1}, 1j]
 )
 def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> None:
     with pytest.raises(ValueError, match="key_retention") as caught:

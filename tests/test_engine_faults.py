@@ -188,7 +188,6 @@ def test_made_up_ids_avoid_those_in_use() -> None:
         ({"max_prefill_tokens": 0}, "max_prefill_tokens=0"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"dense_below": -1}, "dense_below=-1"),
-        ({"retention": (3, 2)}, r"retention=\(3, 2\)"),
     ],
 )
 def test_options_are_validated(options: dict[str, object], message: str) -> None:

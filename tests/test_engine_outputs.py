@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from runtime_fakes import (
@@ -18,7 +20,7 @@ from runtime_fakes import (
     tokens_of,
 )
 
-from sparse_compile.kernels.retention import retained_count
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.request import Request, RequestMetrics, SamplingParams
 from sparse_compile.runtime.sampler import choose, draw, largest
 
@@ -185,14 +187,15 @@ def test_scores_are_float32_or_float64(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------- metrics
 
 
-def keys(site: FakeSite, length: int, sparse: bool, retention: tuple[int, int]) -> int:
+def keys(site: FakeSite, length: int, sparse: bool, retention: Retention) -> int:
     visible = min(length, site.window) if site.window else length
-    return site.heads * (retained_count(length, *retention) if sparse and site.kind == "consume" else visible)
+    return site.heads * (retention.count(length) if sparse and site.kind == "consume" else visible)
 
 
-@pytest.mark.parametrize("retention", [(3, 10), (1, 10)])
-def test_keys_read_is_the_sum_over_sites_and_rows(retention: tuple[int, int]) -> None:
-    engine, _ = make_engine(retention=retention)
+@pytest.mark.parametrize("retention", [Retention(3, 10), Retention(1, 10)])
+def test_keys_read_is_the_sum_over_sites_and_rows(retention: Retention) -> None:
+    sites = tuple(replace(site, retention=retention) for site in SITES)
+    engine, _ = make_engine(retention=retention, sites=sites)
     name = engine.add_request(PROMPTS[1], greedy(4))
     (*_, last) = run_all(engine)[name]
     prompt = sum(keys(site, n, False, retention) for n in range(1, 8) for site in SITES)
@@ -206,7 +209,9 @@ def test_keys_read_is_the_sum_over_sites_and_rows(retention: tuple[int, int]) ->
 
 
 def test_full_retention_reads_what_dense_reads() -> None:
-    for options in ({"retention": (1, 1)}, {"sparse": False}):
+    everything = Retention(1, 1)
+    sites = tuple(replace(site, retention=everything) for site in SITES)
+    for options in ({"retention": everything, "sites": sites}, {"sparse": False}):
         engine, _ = make_engine(**options)
         name = engine.add_request(PROMPTS[1], greedy(4))
         run_all(engine)

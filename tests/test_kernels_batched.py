@@ -127,8 +127,11 @@ def assert_sound_capture(case: Case) -> None:
             assert torch.equal(kept, kept.unique())
             rest = torch.ones(p.shape[0], dtype=torch.bool, device=p.device)
             rest[kept] = False
-            if rest.any():
-                assert p[kept, head].min().log() >= p[rest, head].max().log() - NEAR_TIE
+            always = case.retention.always(torch.arange(p.shape[0], device=p.device), p.shape[0])
+            assert not (always & rest).any()
+            chosen = ~rest & ~always
+            if rest.any() and chosen.any():
+                assert p[chosen, head].min().log() >= p[rest, head].max().log() - NEAR_TIE
             mass = p[kept, head].sum()
             c_ref = (p[kept, head] @ v[kept, head]) / mass
             assert (case.store["mass"][slot, SITE, head] - mass).abs() <= MARGIN[torch.float32]

@@ -245,7 +245,7 @@ def test_one_memory_for_keys_and_values_is_refused() -> None:
 
 
 CAPTURE_KEYWORDS = arguments(build(SMALL), "capture")[1]
-CONSUME_KEYWORDS = {n: x for n, x in CAPTURE_KEYWORDS.items() if not n.startswith("retention")}
+CONSUME_KEYWORDS = {n: x for n, x in CAPTURE_KEYWORDS.items() if not n.startswith(("retention", "keep_"))}
 
 
 def capture_then_consume(

@@ -199,8 +199,10 @@ SITE_FIELDS = {
 
 
 def kinds(loops: int, window: int = 0, **options: object) -> list[str]:
-    chosen = Options(Retention.of(options.pop("retention", 0.3)), **options)  # type: ignore[arg-type]
-    sites = [Site(**SITE_FIELDS, loop=loop, loops=loops, window=window) for loop in range(loops)]
+    share = Retention.of(options.pop("retention", 0.3))  # type: ignore[arg-type]
+    chosen = Options(share, **options)  # type: ignore[arg-type]
+    given = {**SITE_FIELDS, "retention": share, "loops": loops, "window": window}
+    sites = [Site(**given, loop=loop) for loop in range(loops)]
     return [schedule_site(site, chosen)[0] for site in sites]
 
 
@@ -223,7 +225,7 @@ def test_schedule() -> None:
 
 def test_schedule_says_why() -> None:
     options = Options(Retention.of(0.3))
-    site = Site(**SITE_FIELDS, loop=2, loops=4, window=0)
+    site = Site(**SITE_FIELDS, loop=2, loops=4, window=0, retention=Retention.of(0.3))
     assert schedule_site(site, options) == ("consume", "keys chosen in loop 1")
     assert schedule_site(dataclasses.replace(site, window=8), options)[1] == "sliding window of 8 tokens"
     last = dataclasses.replace(site, loop=1, loops=2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 from toy import Toy, toy_compile
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.pieces import Cutter, Name, OpCall, PieceCall
-from sparse_compile.runtime.compiler import PieceCompiler
+from sparse_compile.runtime.compiler import PieceCompiler, early_start
 
 
 def calls_of(stages: tuple[object, ...], cutter: Cutter) -> list[object]:
@@ -123,3 +124,17 @@ def test_without_inductor_pieces_run_as_they_are() -> None:
     made = compiler(call.code, [*(torch.tensor([[1], [2]]) for _ in call.inputs), *call.weights])
     assert compiler.compiled == 0
     assert made[0].shape[0] == 2
+
+
+def test_kernels_start_early_where_each_waits_for_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+    for constant in (False, True):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        other = graph.call_function(torch.ops.aten.full.default, ([2], 1.0)) if constant else x
+        graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, other)),))
+        graphs.append(graph)
+    for capability, wanted in (((9, 0), [{"triton.enable_pdl": True}, {}]), ((8, 0), [{}, {}])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [early_start(torch.device("cuda"), graph) for graph in graphs] == wanted
+    assert early_start(torch.device("cpu"), graphs[0]) == {}

@@ -90,7 +90,7 @@ def test_dense_needs_no_store() -> None:
 
 
 class _Site:
-    heads, kv_heads, head_dim = 4, 2, 8
+    heads, kv_heads, head_dim, retention = 4, 2, 8, Retention(1, 10)
 
     def __init__(self, store_site: int | None) -> None:
         self.store_site = store_site
@@ -107,7 +107,7 @@ def test_largest_settings_fit_and_one_more_does_not(
     gpu: int, batch: int, context: int, captures: int
 ) -> None:
     sites = [_Site(number if number < captures else None) for number in range(6)]
-    pools = PoolSizes(sites, (1, 10), 64, 16, torch.bfloat16)
+    pools = PoolSizes(sites, 64, 16, torch.bfloat16)
     budget = Budget(gpu, 10**7, pools, 5000, 512, 300)
     longest, most = budget.max_context(batch, 2**40), budget.max_batch(context)
     assert budget.fits(batch, context) == (longest >= context) == (most >= batch)

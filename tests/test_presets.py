@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from sparse_compile.models import (
     PRESETS,
     TINY_MODELS,
+    check_checkpoint,
     load_model,
     load_tokenizer,
     preset_config,
+    random_model,
     tiny_config,
     tiny_model,
     tiny_tokenizer,
@@ -99,7 +103,7 @@ def test_published_presets() -> None:
         assert config.rope_parameters["rope_theta"] == 1_000_000
         assert config.max_position_embeddings == 65_536
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
-    assert set(PRESETS) == {"ouro-1.4b", "ouro-2.6b", "ouro-tiny"}
+    assert set(PRESETS) == {"ouro-1.4b", "ouro-2.6b", "demo", "ouro-tiny"}
 
 
 def test_unknown_names_say_what_is_known() -> None:
@@ -135,3 +139,28 @@ def test_batches_are_padded_on_the_left_with_a_mask() -> None:
     assert batch.input_ids.tolist() == [[0, 0, 100, 101], [122, 123, 124, 125]]
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert tokenizer.pad_token_id == tiny_config("ouro").pad_token_id
+
+
+def test_the_demo_model_without_its_weights_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", tmp_path)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(
+            FileNotFoundError, match=r"weights of the model 'demo' are not in this .*train_demo"
+        ):
+            load("demo")
+
+
+def test_the_demo_model_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", tmp_path)
+    saved = random_model(
+        preset_config("demo", hidden_size=32, intermediate_size=32, head_dim=8), torch.bfloat16
+    )
+    saved.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = load_model("demo")
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(t, saved.state_dict()[name]) for name, t in model.state_dict().items())
+    assert load_tokenizer("demo").padding_side == "left"
+    assert check_checkpoint("demo").ok

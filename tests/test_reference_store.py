@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_fakes import poison
 
+from sparse_compile.kernels.retention import Retention
 from sparse_compile.runtime.fences import CudaFence
 from sparse_compile.runtime.reference_store import (
     Lease,
@@ -88,15 +89,15 @@ def test_tensors_follow_the_spec(dtype: torch.dtype, compute: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("context", "retention", "bucket", "capacity"),
     [
-        (70, (1, 10), 1, 7),
-        (71, (1, 10), 1, 8),
-        (71, (1, 10), 16, 16),
-        (64, (1, 1), 16, 64),
-        (3, (1, 10), 1, 1),
+        (70, Retention(1, 10), 1, 7),
+        (71, Retention(1, 10), 1, 8),
+        (71, Retention(1, 10), 16, 16),
+        (64, Retention(1, 1), 16, 64),
+        (3, Retention(1, 10), 1, 1),
     ],
 )
 def test_capacity_follows_context_and_retention(
-    context: int, retention: tuple[int, int], bucket: int, capacity: int
+    context: int, retention: Retention, bucket: int, capacity: int
 ) -> None:
     assert StoreSpec.capacity_for(context, retention, bucket) == capacity
     StoreSpec(1, 1, 1, capacity, torch.float32).check_capacity(context, retention)
@@ -104,8 +105,8 @@ def test_capacity_follows_context_and_retention(
 
 def test_a_count_above_capacity_fails_before_anything_runs() -> None:
     with pytest.raises(ValueError, match=r"60 visible keys retains 6 keys .* holds 5; raise max_context"):
-        SPEC.check_capacity(60, (1, 10))
-    SPEC.check_capacity(50, (1, 10))
+        SPEC.check_capacity(60, Retention(1, 10))
+    SPEC.check_capacity(50, Retention(1, 10))
 
 
 def test_arguments_are_validated() -> None:

@@ -73,6 +73,8 @@ def test_json_shape() -> None:
         "kinds": ["dense", "capture", "consume", "consume"],
         "reasons": ["because of dense", "because of capture", "because of consume", "because of consume"],
         "window": 0,
+        "key_retention": 0.25,
+        "fraction": "1/4",
     }
     assert value["counts"] == {"dense": 2, "capture": 2, "consume": 4}
     assert set(value["reads"][0]) == {"context", "dense_bytes", "sparse_bytes", "ratio"}

@@ -89,3 +89,25 @@ def test_a_retention_is_a_share(pair: tuple[int, int]) -> None:
 def test_tensors_must_be_int64() -> None:
     with pytest.raises(TypeError, match="int64"):
         retained_count(torch.tensor([7], dtype=torch.int32), 1, 10)
+
+
+@given(
+    length=st.integers(0, 2000),
+    share=st.fractions(Fraction(1, 100), 1),
+    first=st.integers(0, 50),
+    last=st.integers(0, 50),
+)
+def test_keys_that_are_always_kept_count(length: int, share: Fraction, first: int, last: int) -> None:
+    plain, forced = Retention.of(share), Retention.of(share, first=first, last=last)
+    count = forced.count(length)
+    assert count == max(plain.count(length), min(length, first + last))
+    assert int(forced.count(torch.tensor(length))) == count
+    always = forced.always(torch.arange(length), length)
+    assert int(always.sum()) == min(length, first + last) <= count
+    assert always.tolist() == [at < first or at >= length - last for at in range(length)]
+
+
+def test_numbers_of_keys_are_checked() -> None:
+    with pytest.raises(ValueError, match="first=-1 must lie in"):
+        Retention(1, 10, first=-1)
+    assert str(Retention(1, 10, 2, 3)) == "1/10 with the first 2 and the last 3"

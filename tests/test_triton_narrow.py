@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from sparse_compile.kernels.retention import Retention
-from sparse_compile.kernels.triton_tuning import Tiles
+from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 
 TILES = Tiles(
     block=8, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, gather_bytes=16,
@@ -48,12 +48,15 @@ def unit_of(length: int) -> int:
     return max(TILES.min_unit, math.ceil(math.ceil(length / TILES.max_units) / TILES.block) * TILES.block)
 
 
-def cut_rows(rows: list[Tensor], retention: str, poison: float, device: str) -> list[Found]:
+def cut_rows(
+    rows: list[Tensor], retention: str, poison: float, device: str, keep: tuple[int, int] = (0, 0)
+) -> list[Found]:
     """Run the search on one head's scores of each row, in one launch."""
     from sparse_compile.kernels import triton_backend
 
     sequences = tuple((len(row), 1) for row in rows)
-    case = build(Shape(sequences, heads=(1, 1), retention=retention, dtype=torch.float32, device=device))
+    shape = Shape(sequences, heads=(1, 1), retention=retention, dtype=torch.float32, device=device)
+    case = build(replace(shape, keep_first=keep[0], keep_last=keep[1]))
     case = case.select([int((case.plan["row_seq"] == line).nonzero()) for line in range(1, len(rows) + 1)])
     attention = replace(case.attention, k=case.k, v=case.v, query_rows=1)
     scratch = triton_backend.Scratch(attention, TILES, case.store_view.capacity)
@@ -82,13 +85,20 @@ def sortable(scores: Tensor) -> Tensor:
     return torch.where(whole < 0, whole ^ 0x7FFFFFFF, whole)
 
 
-def assert_exact(row: Tensor, found: Found, retention: str) -> None:
+def always_kept(row: Tensor, keep: tuple[int, int]) -> Tensor:
+    """Which keys are kept whatever their scores."""
+    return Retention.of("1", first=keep[0], last=keep[1]).always(torch.arange(len(row)), len(row))
+
+
+def assert_exact(row: Tensor, found: Found, retention: str, keep: tuple[int, int] = (0, 0)) -> None:
     """Cut and ties describe the reference's set; places say which part of it each unit has."""
-    count, keys = Retention.of(retention).count(len(row)), sortable(row)
-    best = torch.zeros(len(row), dtype=torch.bool)
-    best[torch.sort(row, descending=True, stable=True).indices[:count]] = True
-    same = keys == found.cut - 1
-    assert torch.equal(best, (keys >= found.cut) | (same & (same.cumsum(0) <= found.ties)))
+    count = Retention.of(retention, first=keep[0], last=keep[1]).count(len(row))
+    always, best = always_kept(row, keep), torch.zeros(len(row), dtype=torch.bool)
+    wanted = row.masked_fill(always, torch.inf)
+    best[torch.sort(wanted, descending=True, stable=True).indices[:count]] = True
+    keys = sortable(row)
+    same = (keys == found.cut - 1) & ~always
+    assert torch.equal(best, always | (keys >= found.cut) | (same & (same.cumsum(0) <= found.ties)))
     begin, left = 0, found.ties
     for own, its_ties, place in zip(
         best.split(unit_of(len(row))), same.split(unit_of(len(row))), found.places.tolist(), strict=True
@@ -97,21 +107,24 @@ def assert_exact(row: Tensor, found: Found, retention: str) -> None:
         begin, left = begin + int(own.sum()), max(0, left - int(its_ties.sum()))
 
 
-def was_right(row: Tensor, found: Found, retention: str) -> bool:
+def was_right(row: Tensor, found: Found, retention: str, keep: tuple[int, int] = (0, 0)) -> bool:
     """Did the sample's bracket hold the cut?"""
-    last = torch.sort(row, descending=True).values[Retention.of(retention).count(len(row)) - 1]
-    return bool((found.lists == last).any())
+    chosen = row[~always_kept(row, keep)]
+    count = Retention.of(retention).count(len(row)) - (len(row) - len(chosen))
+    return bool((found.lists == torch.sort(chosen, descending=True).values[count - 1]).any())
 
 
 def longest_list(found: Found) -> int:
     return int((found.lists != UNUSED).sum(1).max())
 
 
-def sampled(length: int) -> Tensor:
-    return torch.arange(TILES.sample) * length // TILES.sample
+def sampled(length: int, keep: tuple[int, int]) -> Tensor:
+    """The keys that the sample takes."""
+    rest = max(1, length - sum(keep))
+    return min(keep[0], length - 1) + torch.arange(TILES.sample) * rest // TILES.sample
 
 
-def scores_of(kind: str, length: int, seed: int = 0) -> Tensor:
+def scores_of(kind: str, length: int, seed: int = 0, keep: tuple[int, int] = (0, 0)) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(length, generator=generator)
     if kind == "equal":
@@ -129,9 +142,9 @@ def scores_of(kind: str, length: int, seed: int = 0) -> Tensor:
     if kind == "falling":
         return -torch.arange(length) / 7.0
     if kind == "the sample is high":
-        return normal.index_add(0, sampled(length), torch.full((TILES.sample,), 50.0))
+        return normal.index_add(0, sampled(length, keep), torch.full((TILES.sample,), 50.0))
     if kind == "the sample is low":
-        return normal.index_add(0, sampled(length), torch.full((TILES.sample,), -50.0))
+        return normal.index_add(0, sampled(length, keep), torch.full((TILES.sample,), -50.0))
     return normal
 
 
@@ -168,22 +181,47 @@ def test_retained_shares_near_none_and_all(retention: str, device: str) -> None:
         assert_exact(row.cpu(), found, retention)
 
 
-@settings(max_examples=10, deadline=None)
+KEEPS = ((2, 3), (70, 20), (0, 120), (150, 100), (2**31 - 1, 2**31 - 1))
+"""A few; over the borders of units; exactly as many as are retained; all, in ranges that overlap; more than any row."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "equal", "infinite", "the sample is high", "the sample is low"]
+)
+def test_keys_that_are_always_kept_come_first_and_ties_after_them(
+    kind: str, keep: tuple[int, int], device: str
+) -> None:
+    """Whether the sample was right, wrong, or has nothing to say because no other key is retained."""
+    row = scores_of(kind, 200, keep=keep)
+    (found,) = cut_rows([row.to(device)], "0.6", torch.nan, device, keep)
+    assert_exact(row, found, "0.6", keep)
+    chosen = 120 - sum(keep)
+    if kind in RIGHT and chosen > 0:
+        all_of_it = kind == "the sample is high" and chosen < TILES.sample
+        assert was_right(row, found, "0.6", keep) == (RIGHT[kind] or all_of_it)
+    if kind == "equal":
+        assert (found.ties > 0) == (chosen > 0), "ties across the border of the retained set"
+
+
+@settings(max_examples=20, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     length=st.integers(TILES.short + 1, 200),
     retention=st.decimals("0.001", "1", places=3).map(str),
+    keep=st.sampled_from(((0, 0), (2, 3), (70, 20))),
     seed=st.integers(0, 1000),
 )
-def test_any_row(kind: str, length: int, retention: str, seed: int) -> None:
+def test_any_row(kind: str, length: int, retention: str, keep: tuple[int, int], seed: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    row = scores_of(kind, length, seed)
+    row = scores_of(kind, length, seed, keep)
     with pytest.MonkeyPatch.context() as patch:
         from sparse_compile.kernels import triton_backend
 
         patch.setattr(triton_backend, "tiles_for", lambda attention: TILES)
-        (found,) = cut_rows([row.to(device)], retention, torch.nan, device)
-    assert_exact(row, found, retention)
+        (found,) = cut_rows([row.to(device)], retention, torch.nan, device, keep)
+    assert_exact(row, found, retention, keep)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -228,6 +266,34 @@ def test_short_and_long_rows_of_one_capture(device: str) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
             assert torch.equal(mixed.store[name][slot, SITE], mine), (length, name)
             assert torch.equal(alone.store[name][slot, SITE], mine), (length, name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("op", "keep"), [("capture", (0, 0)), ("capture", (4, 64)), ("mixed", (300, 700))])
+def test_rows_of_more_than_8192_keys_as_the_reference_has_them(
+    op: str, keep: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiles that are used, and scores that tie by the hundred: the set is the reference's, key by key."""
+    from sparse_compile.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "tiles_for", tiles_for)
+    shape = Shape(
+        ((8193, 1), (300, 1)), heads=(2, 1), page_size=16, retention="0.1", keep_first=keep[0], keep_last=keep[1],
+        dtype=torch.float32, device=device, integers=True,
+    )  # fmt: skip
+    case = build(shape)
+    case.row_mode.fill_(2)
+    mine, wanted = after(case, op), case.copy()
+    call(wanted, "capture", "reference")
+    for row, length in enumerate(case.plan["row_length"].tolist()):
+        slot, count = int(case.store["row_slot"][row]), case.retention.count(length)
+        assert count == max(math.ceil(length / 10), min(length, sum(keep)))
+        found, right = ({name: x[slot, SITE] for name, x in held.items() if name != "row_slot"}
+                        for held in (mine.store, wanted.store))  # fmt: skip
+        assert int(found["count"]) == count
+        assert torch.equal(found["index"], right["index"]), (length, "and nothing beyond")
+        for name in ("mass", "c_ref"):
+            torch.testing.assert_close(found[name], right[name], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

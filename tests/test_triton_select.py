@@ -66,19 +66,28 @@ def select(case: Case, scores: list[Tensor], poison: float) -> Case:
     return mine
 
 
-def rows_of(lengths: tuple[int, ...], retention: str, device: str) -> Case:
+def rows_of(lengths: tuple[int, ...], retention: str, device: str, keep: tuple[int, int] = (0, 0)) -> Case:
     sequences = tuple((length, 1) for length in lengths)
     shape = Shape(sequences, heads=(HEADS, HEADS), retention=retention, dtype=torch.float32, device=device)
-    return build(shape)
+    return build(replace(shape, keep_first=keep[0], keep_last=keep[1]))
+
+
+KINDS_OF_SCORES = ("normal", "equal", "ties", "zeros", "far apart", "infinite")
+SELECTIONS = [(kind, retention, (0, 0)) for kind in KINDS_OF_SCORES for retention in ("0.3", "1.0")]
+SELECTIONS += [
+    ("normal", "0.3", (2, 3)),
+    ("normal", "0.3", (1, 40)),
+    ("ties", "0.3", (2, 3)),
+    ("ties", "0.1", (20, 0)),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("retention", ["0.3", "1.0"])
-@pytest.mark.parametrize("kind", ["normal", "equal", "ties", "zeros", "far apart", "infinite"])
+@pytest.mark.parametrize(("kind", "retention", "keep"), SELECTIONS)
 def test_the_set_is_the_best_and_ties_go_to_the_lowest_positions(
-    kind: str, retention: str, device: str
+    kind: str, retention: str, keep: tuple[int, int], device: str
 ) -> None:
-    case = rows_of(LENGTHS if kind in ("normal", "ties") else LENGTHS[3::3], retention, device)
+    case = rows_of(LENGTHS if kind in ("normal", "ties") else LENGTHS[3::3], retention, device, keep)
     lengths = case.plan["row_length"].tolist()
     scores = [some_scores(kind, HEADS, length).to(device) for length in lengths]
     poison = torch.inf if retention == "0.3" else torch.nan
@@ -86,7 +95,9 @@ def test_the_set_is_the_best_and_ties_go_to_the_lowest_positions(
     for row, own in enumerate(scores):
         slot, count = int(case.store["row_slot"][row]), case.retention.count(lengths[row])
         assert int(after.store["count"][slot, SITE]) == count
-        best = torch.sort(own, dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+        wanted = own.clone()
+        wanted[:, : keep[0]] = wanted[:, max(0, lengths[row] - keep[1]) :] = torch.inf
+        best = torch.sort(wanted, dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
         index = after.store["index"][slot, SITE]
         assert torch.equal(index[:, :count].long(), best), f"length {lengths[row]}"
         assert torch.equal(index[:, count:], case.store["index"][slot, SITE][:, count:]), "room beyond"
@@ -253,10 +264,13 @@ def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPa
     assert waited[-1] == 5, "an exception leaves nothing behind"
 
 
-def with_scores(kind: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+def with_scores(
+    kind: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str, keep: tuple[int, int] = (0, 0)
+) -> Case:
     """A case whose scores are of one kind: each key holds its score, each query a one."""
     sequences = tuple((length, 1) for length in lengths)
-    case = build(Shape(sequences, heads=(HEADS, HEADS), retention="0.2", dtype=dtype, device=device))
+    shape = Shape(sequences, heads=(HEADS, HEADS), retention="0.2", dtype=dtype, device=device)
+    case = build(replace(shape, keep_first=keep[0], keep_last=keep[1]))
     case.q.zero_()
     case.q[..., 0] = 1.0
     case.scale = 1.0
@@ -299,7 +313,17 @@ KINDS = ["normal", "equal", "two peaks", "one huge", "never", "local", "a first 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_good_guesses_and_bad_ones_give_the_same_answer(kind: str, dtype: torch.dtype, device: str) -> None:
-    case = with_scores(kind, (5, 31, 130), dtype, device)
+    check_capture(with_scores(kind, (5, 31, 130), dtype, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["normal", "local", "never"])
+def test_keys_that_are_always_kept_below_a_guess_are_added(kind: str, device: str) -> None:
+    check_capture(with_scores(kind, (5, 130), torch.float32, device, (9, 4)))
+
+
+def check_capture(case: Case) -> None:
+    """Triton's against the batched one."""
     mine, theirs = case.copy(), case.copy()
     out = call(mine, "capture", "triton")
     call(theirs, "capture", "batched")

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from sparse_compile.config import SparseConfig, closest
+from sparse_compile.calibration import Calibration
+from sparse_compile.config import Number, SparseConfig, closest
 from sparse_compile.errors import ArgumentError
-from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.base import Options
 
 ON_UNMATCHED = ("error", "warn", "ignore")
-_SHARED = ("key_retention", "capture_loop", "recapture_every", "implementation", "enabled")
+_SHARED = (
+    "key_retention", "calibration", "target_mass", "keep_first", "keep_last", "capture_loop", "recapture_every",
+    "implementation", "enabled",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BackendOptions:
     """Options of the backend. Frozen; a bad value is an `ArgumentError` (a ValueError).
 
-    key_retention, capture_loop, recapture_every, implementation, enabled: as in `SparseConfig`.
+    key_retention, calibration, target_mass, keep_first, keep_last, capture_loop, recapture_every, implementation,
+        enabled: as in `SparseConfig`. Retention by layer needs all attention layers in one graph, so no graph breaks.
     on_unmatched: what to do with a decode graph in which nothing is rewritten, or nothing is sparse though
         key_retention is below 1: "error", "warn", or "ignore".
     mode: a mode of torch.compile, such as "reduce-overhead". torch.compile takes either `mode=` or `options=`; this is
@@ -31,7 +34,11 @@ class BackendOptions:
         which is slow and good for debugging.
     """
 
-    key_retention: float | str | Decimal | Fraction = 0.1
+    key_retention: Number | Sequence[Number] = 0.1
+    calibration: str | os.PathLike[str] | Calibration | None = None
+    target_mass: float | None = None
+    keep_first: int = 0
+    keep_last: int = 0
     capture_loop: int = 1
     recapture_every: int | None = None
     implementation: str = "auto"
@@ -41,7 +48,9 @@ class BackendOptions:
     inductor: Mapping[str, Any] | bool = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        SparseConfig(**{name: getattr(self, name) for name in _SHARED})
+        checked = self.config()
+        for name in ("key_retention", "calibration"):  # what is in a file now, not where it is
+            object.__setattr__(self, name, getattr(checked, name))
         if self.on_unmatched not in ON_UNMATCHED:
             known = ", ".join(map(repr, ON_UNMATCHED))
             raise ArgumentError(
@@ -86,10 +95,14 @@ class BackendOptions:
             given.setdefault("mode", mode)
         return cls(**given)
 
+    def config(self) -> SparseConfig:
+        """Those options that the other front end has too."""
+        return SparseConfig(**{name: getattr(self, name) for name in _SHARED})
+
     def for_passes(self, dump_dir: Path | None) -> Options:
-        config = SparseConfig(**{name: getattr(self, name) for name in _SHARED})
+        config = self.config()
         return Options(
-            retention=Retention.of(config.retention),
+            retention=config.retention_for_passes(),
             enabled=config.enabled,
             capture_loop=config.capture_loop,
             recapture_every=config.recapture_every,

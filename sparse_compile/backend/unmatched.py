@@ -39,8 +39,7 @@ def _problem(report: GraphReport, options: BackendOptions) -> str:
         return ""
     if not report.rewritten:
         return f"none of the {report.total} attention calls of this decode graph was rewritten:"
-    retention = options.for_passes(None).retention
-    wants_sparse = options.enabled and retention.numerator < retention.denominator
+    wants_sparse = options.enabled and min(options.config().shares) < 1
     if wants_sparse and not report.counts["consume"]:
         return f"nothing is sparse: none of the {report.total} attention calls of this decode graph consumes:"
     return ""

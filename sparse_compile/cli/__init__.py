@@ -17,6 +17,7 @@ from sparse_compile.cli.demo import demo
 from sparse_compile.cli.generate import generate
 from sparse_compile.cli.inspect import inspect
 from sparse_compile.cli.plan import plan
+from sparse_compile.cli.quality import calibrate, quality
 from sparse_compile.cli.selftest import selftest
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, generate, check, plan, selftest, demo):
+for command in (inspect, generate, check, plan, selftest, quality, calibrate, demo):
     app.command()(command)
 
 

@@ -21,7 +21,9 @@ INTERRUPTED, CLOSED_PIPE = 130, 141  # as shells count signals
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="Hub id, local folder, or tiny:ouro | tiny:dory | tiny:hrm-text."),
+    typer.Argument(
+        metavar="MODEL", help="Hub id, local folder, demo, or tiny:ouro | tiny:dory | tiny:hrm-text."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -30,7 +32,18 @@ Retention = Annotated[
     typer.Option(
         "--retention",
         "--key-retention",
-        help="Part of the visible keys that consume loops read: 0 < r <= 1.",
+        help="Part of the visible keys that consume loops read, 0 < r <= 1; several separated by commas, one for each "
+        "layer; or auto, with --calibration.",
+    ),
+]
+CalibrationFile = Annotated[
+    str | None,
+    typer.Option("--calibration", help="For --retention auto: a file of `sparse-compile calibrate`."),
+]
+TargetMass = Annotated[
+    float | None,
+    typer.Option(
+        "--target-mass", help="For --retention auto: another attention mass than the calibration's own."
     ),
 ]
 CaptureLoop = Annotated[int, typer.Option("--capture-loop", help="Loop, from 0, that selects the keys.")]
@@ -158,8 +171,23 @@ def load(name: str, dtype: str, device: str) -> Any:
         return load_model(name, dtype=dtype, device=place)
 
 
+KeepFirst = Annotated[int, typer.Option("--keep-first", help="First visible keys that are always kept.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", help="Last visible keys that are always kept.")]
+
+
+def kept_options(
+    retention: str, calibration: str | None, target_mass: float | None, keep_first: int, keep_last: int
+) -> dict[str, Any]:
+    """The options of `sparse_compile` that say how many keys are kept."""
+    kept = [one.strip() for one in retention.split(",")]
+    chosen: dict[str, Any] = {"key_retention": kept if len(kept) > 1 else retention}
+    chosen |= {"keep_first": keep_first, "keep_last": keep_last}
+    given = {"calibration": calibration, "target_mass": target_mass}
+    return chosen | {name: value for name, value in given.items() if value is not None}
+
+
 def compile_options(
-    retention: str,
+    kept: dict[str, Any],
     capture_loop: int,
     recapture_every: int | None,
     dense_below: int | None,
@@ -169,7 +197,7 @@ def compile_options(
 ) -> dict[str, Any]:
     """Options of `sparse_compile` from those of the command line."""
     return {
-        "key_retention": retention,
+        **kept,
         "capture_loop": capture_loop,
         "recapture_every": recapture_every,
         "dense_below": dense_below,

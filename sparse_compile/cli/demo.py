@@ -1,4 +1,4 @@
-"""`sparse-compile demo`: the whole story on a small looped model."""
+"""`sparse-compile demo`: the whole story on the small trained model of this package, or another one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ PROMPTS = (
     "be left out: the capture loop notes which keys mattered, and the loops after it read only those.",
     "Short prompt.",
 )
+# What the trained model knows: Python, its documentation, and pairs that are far back.
+TRAINED_PROMPTS = (
+    'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def ',
+    "The exception is raised when the ",
+    "[recall]" + "".join(f"{key}{value};" for key, value in zip(
+        ("qx", "ab", "zk", "mo", "te", "uv", "ya", "lp", "gi", "nd", "cw", "ro"), range(17, 99, 7), strict=True
+    )) + "?zk",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,31 +46,51 @@ class Run:
     keys_read: int
     keys_dense: int
     bytes_per_token: int
+    texts: list[str]
 
 
 def demo(
-    model: Annotated[str, typer.Option("--model", help="A model as for the other commands.")] = "tiny:ouro",
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model as for the other commands (default: demo).")
+    ] = None,
     retention: common.Retention = "0.25",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
-    """Rewrite a small looped model, show what changed, and generate dense, at retention 1.0 and sparse.
+    """Rewrite a small looped model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
 
     Exits with 1 unless retention 1.0 gives exactly the dense tokens, and both exactly those of transformers.
     """
     common.run_command(
-        lambda: _demo(model, retention, max_new_tokens, device, as_json), as_json=as_json, debug=debug
+        lambda: _demo(model or _default(), retention, max_new_tokens, device, as_json),
+        as_json=as_json,
+        debug=debug,
     )
 
 
+def _default() -> str:
+    from sparse_compile.models import DEMO, demo_folder
+
+    try:
+        demo_folder()
+    except FileNotFoundError as error:
+        common.note(f"{error}\nshowing tiny:ouro instead")
+        return "tiny:ouro"
+    return DEMO
+
+
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
+    import torch
+
     from sparse_compile.config import SparseConfig
 
     SparseConfig.from_options(key_retention=retention)
     model = common.load(name, "float32", device)  # float32: identity of tokens is an exact claim
-    inputs = _inputs(name, model)
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # three short rows: sharing them out costs more than it saves
+    tokenizer, inputs = _inputs(name, model)
     width = inputs["input_ids"].shape[1]
     settings = {**inputs, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     common.note("generating with transformers ...")
@@ -76,23 +104,30 @@ def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool
         ("retention 1.0", "1", _compiled(model, key_retention=1)),
         (f"retention {retention}", retention, sparse),
     ]
-    runs = [_run(label, kept, compiled, settings, width, expected) for label, kept, compiled in kinds]
+    runs = [
+        _run(label, kept, compiled, settings, width, expected, tokenizer) for label, kept, compiled in kinds
+    ]
     identical = runs[0].identical and runs[1].identical
+    quality = _quality(kinds[0][2], sparse, tokenizer)
     if as_json:
         result = {"model": name, "identical": identical, "runs": [asdict(run) for run in runs]}
-        common.print_json({**result, "report": report.to_dict()})
+        common.print_json({**result, "quality": quality, "report": report.to_dict()})
     else:
+        if not name.startswith("tiny:"):
+            _show_texts(tokenizer.batch_decode(inputs["input_ids"], skip_special_tokens=True), runs)
         _show(name, runs, identical, width + new_tokens)
+        _show_quality(retention, quality)
     return common.OK if identical else common.DIFFERENCES
 
 
-def _inputs(name: str, model: Any) -> dict[str, Any]:
-    from sparse_compile.models import load_tokenizer
+def _inputs(name: str, model: Any) -> tuple[Any, dict[str, Any]]:
+    from sparse_compile.models import DEMO, load_tokenizer
 
     with common.quiet_stdout():
         tokenizer = load_tokenizer(name)
-    encoded = tokenizer(list(PROMPTS), padding=True, return_tensors="pt")
-    return {key: encoded[key].to(model.device) for key in ("input_ids", "attention_mask")}
+    prompts = TRAINED_PROMPTS if name == DEMO else PROMPTS
+    encoded = tokenizer(list(prompts), padding=True, return_tensors="pt")
+    return tokenizer, {key: encoded[key].to(model.device) for key in ("input_ids", "attention_mask")}
 
 
 def _compiled(model: Any, **options: Any) -> Any:
@@ -104,7 +139,13 @@ def _compiled(model: Any, **options: Any) -> Any:
 
 
 def _run(
-    name: str, retention: str, compiled: Any, settings: dict[str, Any], width: int, expected: Any
+    name: str,
+    retention: str,
+    compiled: Any,
+    settings: dict[str, Any],
+    width: int,
+    expected: Any,
+    tokenizer: Any,
 ) -> Run:
     output = compiled.generate(**settings, return_dict_in_generate=True)
     same = output.sequences[:, width:] == expected
@@ -116,6 +157,51 @@ def _run(
         keys_read=sum(one.decode_keys_read for one in output.metrics),
         keys_dense=sum(one.decode_keys_dense for one in output.metrics),
         bytes_per_token=compiled.report((output.sequences.shape[1],)).reads[0].sparse_bytes,
+        texts=tokenizer.batch_decode(output.sequences[:, width:]),
+    )
+
+
+def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
+    """Perplexity of both on a little held-out text, and how often their most likely token is the same. Every token of
+    it is decoded, behind a dense prompt."""
+    import torch
+
+    from sparse_compile.quality.measure import Meter, Settings
+    from sparse_compile.quality.text import held_out_text
+
+    text = held_out_text().decode()[:20_000]
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    common.note("measuring on held-out text ...")
+    few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
+    meter = Meter(ids, few, tasks=False)
+    known = meter.dense(dense)
+    found = meter.measure(sparse, known)
+    return {
+        "dense_perplexity": float(known.forced.loss.double().mean().exp()),
+        "sparse_perplexity": found.perplexity,
+        "agreement": found.agreement,
+        "tokens": float(known.forced.best.numel()),
+    }
+
+
+def _show_texts(prompts: list[str], runs: list[Run]) -> None:
+    """Each prompt with what the dense and the sparse run made of it."""
+    from rich.text import Text
+
+    console = common.console()
+    for number, prompt in enumerate(prompts):
+        console.print(Text(prompt, style="dim"))
+        for run in (runs[0], runs[-1]):
+            console.print(Text(f"--- {run.name}", style="bold"))
+            console.print(Text(run.texts[number]))
+        console.print()
+
+
+def _show_quality(retention: str, quality: dict[str, float]) -> None:
+    common.console().print(
+        f"quality on {quality['tokens']:.0f} tokens of held-out text: perplexity {quality['dense_perplexity']:.3f} "
+        f"dense, {quality['sparse_perplexity']:.3f} at retention {retention}; the most likely token is the same in "
+        f"{quality['agreement']:.1%}"
     )
 
 

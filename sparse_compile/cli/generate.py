@@ -31,6 +31,10 @@ def generate(
         int | None, typer.Option("--seed", help="With --do-sample: same seed, same text.")
     ] = None,
     retention: common.Retention = "0.1",
+    calibration: common.CalibrationFile = None,
+    target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -56,8 +60,9 @@ def generate(
     debug: common.Debug = False,
 ) -> None:
     """Continue a prompt with the compiled model."""
+    kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     options = common.compile_options(
-        retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
+        kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     options |= {
         "async_steps": async_steps,

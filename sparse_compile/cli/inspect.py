@@ -12,6 +12,10 @@ from sparse_compile.cli import common
 def inspect(
     model: common.Model,
     retention: common.Retention = "0.1",
+    calibration: common.CalibrationFile = None,
+    target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -42,8 +46,9 @@ def inspect(
     debug: common.Debug = False,
 ) -> None:
     """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
+    kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     if frontend == "torch-compile":
-        given = {"key_retention": retention, "capture_loop": capture_loop, "recapture_every": recapture_every}
+        given = {**kept, "capture_loop": capture_loop, "recapture_every": recapture_every}
         given |= {"enabled": not dense, "implementation": implementation}
         common.run_command(
             lambda: _inspect_backend(model, dtype, device, given, graph, as_json),
@@ -51,7 +56,7 @@ def inspect(
             debug=debug,
         )
     options = common.compile_options(
-        retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
+        kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     common.run_command(
         lambda: _inspect(model, dtype, device, frontend, options, context, graph, as_json),

@@ -27,6 +27,10 @@ def plan(
     ],
     batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
     retention: common.Retention = "0.1",
+    calibration: common.CalibrationFile = None,
+    target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense: common.Dense = False,
@@ -43,7 +47,7 @@ def plan(
     Exits with 1 when it does not, and names the settings to change.
     """
     options = {
-        "key_retention": retention,
+        **common.kept_options(retention, calibration, target_mass, keep_first, keep_last),
         "capture_loop": capture_loop,
         "recapture_every": recapture_every,
         "enabled": not dense,

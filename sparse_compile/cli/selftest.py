@@ -46,6 +46,10 @@ def selftest(
         typer.Option("--branch-scale", help="For presets: with such small branches drafts are often right."),
     ] = None,
     retention: common.Retention = "0.1",
+    calibration: common.CalibrationFile = None,
+    target_mass: common.TargetMass = None,
+    keep_first: common.KeepFirst = 0,
+    keep_last: common.KeepLast = 0,
     capture_loop: common.CaptureLoop = 1,
     recapture_every: common.Recapture = None,
     dense_below: common.DenseBelow = None,
@@ -62,8 +66,9 @@ def selftest(
     Prints PASS, or the first difference of each prompt with the margins of the two largest logits. Exits with 1 when
     anything differs. In bfloat16 it does, unless with --deterministic.
     """
+    kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     options = common.compile_options(
-        retention, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
+        kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     options |= {"deterministic": deterministic, "max_batch": min(batch, prompts)}
     settings = {

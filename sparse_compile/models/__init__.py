@@ -7,12 +7,22 @@ Importing this package registers Ouro with transformers' ``AutoConfig``, ``AutoM
 from .checkpoint import CheckpointReport, check_checkpoint
 from .loading import CheckpointError, load_model, load_ouro, load_tokenizer, register
 from .ouro import OuroConfig, OuroForCausalLM, OuroModel, exit_distribution, exit_loop
-from .presets import PRESETS, TINY_MODELS, preset_config, random_model, tiny_config, tiny_model
+from .presets import (
+    DEMO,
+    PRESETS,
+    TINY_MODELS,
+    demo_folder,
+    preset_config,
+    random_model,
+    tiny_config,
+    tiny_model,
+)
 from .tokenizer import ByteTokenizer, tiny_tokenizer
 
 register()
 
 __all__ = [
+    "DEMO",
     "PRESETS",
     "TINY_MODELS",
     "ByteTokenizer",
@@ -22,6 +32,7 @@ __all__ = [
     "OuroForCausalLM",
     "OuroModel",
     "check_checkpoint",
+    "demo_folder",
     "exit_distribution",
     "exit_loop",
     "load_model",

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from .ouro import OuroConfig, OuroForCausalLM, OuroModel
-from .presets import tiny_model
+from .presets import DEMO, demo_folder, tiny_model
 from .tokenizer import ByteTokenizer, ByteTokenizerOwner, tiny_tokenizer
 
 TINY_PREFIX = "tiny:"
@@ -56,11 +56,15 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def source_options(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
-    """(name for transformers, options): a local folder is never looked up on the network.
+    """(name for transformers, options): a local folder is never looked up on the network, and "demo" is a folder of
+    this package.
 
     Raises:
-        FileNotFoundError: for what is written like a path (starting with "/", "." or "~") and is no folder.
+        FileNotFoundError: for what is written like a path (starting with "/", "." or "~") and is no folder; for "demo"
+            without its weights.
     """
+    if name_or_path == DEMO:
+        return str(demo_folder()), {"local_files_only": True}
     name = os.path.expanduser(os.fspath(name_or_path))
     if os.path.isdir(name):
         return name, {"local_files_only": True}
@@ -102,8 +106,8 @@ def load_model(
     """Loads a causal language model in eval mode, strictly.
 
     Args:
-        name_or_path: a Hugging Face hub id; a local folder (no network call); or ``tiny:ouro``,
-            ``tiny:dory``, ``tiny:hrm-text``, a small random model.
+        name_or_path: a Hugging Face hub id; a local folder (no network call); ``demo``, the small trained
+            model of this package; or ``tiny:ouro``, ``tiny:dory``, ``tiny:hrm-text``, a small random model.
         dtype: "float32", torch.bfloat16, ...; None or "auto" is the checkpoint's own (float32 for tiny
             models).
         device: where to put it; None leaves it on the CPU.

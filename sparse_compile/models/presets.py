@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from transformers import DoryConfig, HrmTextConfig, PreTrainedConfig, PreTrained
 
 from .ouro import OuroConfig, OuroForCausalLM
 from .tokenizer import TINY_VOCAB_SIZE
+
+DEMO = "demo"  # the trained model that comes with this package
+DEMO_FOLDER = Path(__file__).with_name("demo")
 
 # What every tiny model shares. No end token: greedy text runs to max_new_tokens. Token 0 is padding, so
 # prompts for these models are drawn from the ids 3 and up.
@@ -35,6 +39,25 @@ def ouro_1_4b(**overrides: Any) -> OuroConfig:
 def ouro_2_6b(**overrides: Any) -> OuroConfig:
     """The published 2.6B shape: 48 layers x 4 loops."""
     return OuroConfig(**{"num_hidden_layers": 48, **overrides})
+
+
+def demo_ouro(**overrides: Any) -> OuroConfig:
+    """The trained model of this package: 4 layers x 4 loops, 7.3 million parameters, 2,048 positions of bytes."""
+    shape = {
+        "vocab_size": TINY_VOCAB_SIZE,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "head_dim": 64,
+        "total_ut_steps": 4,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+        "bos_token_id": None,  # no end token: text runs to max_new_tokens
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return OuroConfig(**{**shape, **overrides})
 
 
 def tiny_ouro(**overrides: Any) -> OuroConfig:
@@ -75,6 +98,7 @@ def tiny_hrm_text(**overrides: Any) -> HrmTextConfig:
 PRESETS: dict[str, Callable[..., PreTrainedConfig]] = {
     "ouro-1.4b": ouro_1_4b,
     "ouro-2.6b": ouro_2_6b,
+    DEMO: demo_ouro,
     "ouro-tiny": tiny_ouro,
 }
 TINY_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -82,6 +106,21 @@ TINY_MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
     "dory": tiny_dory,
     "hrm-text": tiny_hrm_text,
 }
+
+
+def demo_folder() -> Path:
+    """Where the trained model of this package is.
+
+    Raises:
+        FileNotFoundError: when its weights are not there.
+    """
+    if not (DEMO_FOLDER / "model.safetensors").exists():
+        raise FileNotFoundError(
+            f"the weights of the model {DEMO!r} are not in this installation: no {DEMO_FOLDER / 'model.safetensors'}. "
+            "Train them with `python -m benchmarks.train_demo` from a clone, or take 'tiny:ouro', which has random "
+            "weights. (A folder of this name: './demo'.)"
+        )
+    return DEMO_FOLDER
 
 
 def _choose(

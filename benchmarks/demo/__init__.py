@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.train_demo`: data, forward and loss, optimizer, checkpoint, evaluation, model card."""

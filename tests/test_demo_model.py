@@ -1,0 +1,58 @@
+"""The trained model of the package is what its card says: small, complete, and able to look things up.
+
+The bounds are wide: few samples, so that a CPU can take them. Measured figures are in the card.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from benchmarks.demo.forward import Forward
+from sparse_compile.models import OuroForCausalLM, check_checkpoint, load_model, load_tokenizer, preset_config
+from sparse_compile.models.presets import DEMO_FOLDER
+from sparse_compile.quality import tasks, text
+
+pytestmark = pytest.mark.skipif(
+    not (DEMO_FOLDER / "model.safetensors").exists(), reason="the weights of the demo model are not there"
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> OuroForCausalLM:
+    torch.set_num_threads(1)
+    found = load_model("demo", dtype="float32")
+    assert isinstance(found, OuroForCausalLM)
+    return found
+
+
+def test_it_is_small_complete_and_the_preset(model: OuroForCausalLM) -> None:
+    assert sum(file.stat().st_size for file in DEMO_FOLDER.iterdir()) <= 16_000_000
+    assert (DEMO_FOLDER / "README.md").read_text().startswith("---\nlicense:")
+    assert check_checkpoint("demo").ok
+    expected, own = preset_config("demo").to_dict(), model.config.to_dict()
+    differing = {name for name in expected if expected[name] != own.get(name)}
+    assert differing <= {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    assert load_tokenizer("demo").decode(load_tokenizer("demo")("a key")["input_ids"]) == "a key"
+
+
+def test_text_is_predicted_and_early_loops_draft(model: OuroForCausalLM) -> None:
+    ids = tasks.to_ids(text.held_out_text()[20_000:21_025])[None]
+    logits = Forward(model, torch.float32).logits(ids[:, :-1])
+    bits = [float(functional.cross_entropy(one[0], ids[0, 1:])) / math.log(2) for one in logits]
+    assert bits[-1] < 2.5  # without context, bytes of this text take about 4.5
+    same = [float((one.argmax(-1) == logits[-1].argmax(-1)).float().mean()) for one in logits]
+    assert same[0] >= 0.5
+    assert same[1] >= 0.75
+
+
+def test_far_keys_are_found(model: OuroForCausalLM) -> None:
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids, logits_to_keep=8).logits
+
+    asked = tasks.samples("recall", 12, 512, seed=2)
+    assert tasks.forced_accuracy(logits, asked) >= 0.75
