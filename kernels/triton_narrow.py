@@ -41,8 +41,8 @@ PLACE_FIELDS = PLACE.value
 
 @triton.jit
 def load_sample(scores_row, length, SAMPLE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """(scores [SAMPLE], how many they stand for): evenly spread over those of a row that keys are chosen by, each more
-    than once where they are fewer.
+    """(scores [SAMPLE], how many they stand for): evenly spread over a row, but for keys that are kept whatever their
+    scores. Where the others are fewer than SAMPLE, some are taken more than once.
     """
     if FIRST + LAST > 0:
         scores_row += tl.minimum(length - 1, FIRST)
