@@ -295,10 +295,20 @@ def tune(points: list[Point]) -> None:
             )
         ],
         "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
-        "cut": [Tiles(thread_scores=scores) for scores in (16, 32, 64)],
+        "cut": [
+            *(Tiles(thread_scores=scores) for scores in (16, 32, 64)),
+            *(Tiles(short=keys) for keys in (2048, 4096, 16384)),
+            *(Tiles(sample=sample) for sample in (256, 1024)),
+            *(
+                Tiles(narrow_warps=warps, narrow_piece=piece, listed=listed)
+                for warps, piece, listed in itertools.product((4, 8), (1024, 2048), (128, 256))
+            ),
+        ],
         "retain": [
-            Tiles(guesses=guesses, thread_keys=keys, gather_block=block)
-            for guesses, keys, block in itertools.product((0, 3), (4, 8, 16), (8, 16))
+            Tiles(guesses=guesses, piece=piece, thread_keys=keys, gather_bytes=gathered)
+            for guesses, piece, keys, gathered in itertools.product(
+                (0, 3), (1024, 2048), (4, 8, 16), (64, 128)
+            )
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])

@@ -1,7 +1,8 @@
 """The Triton implementation behind the ops: launches, scratch, and the choice of tile sizes.
 
 Every function writes the rows' keys and values itself (`WRITES_KEYS`) where the call has any, then launches: dense and
-consume are one kernel, capture three (attend, cut, retain), mixed one, or three at sites where a row may capture.
+consume are one kernel, capture three (attend, cut, retain; a second cut where rows may be long), mixed one, or as many
+as capture at sites where a row may capture.
 Nothing here reads the device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change
 between replays, and the grid covers whatever the block table could hold.
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
-from .arrivals import arrivals
 from .beside import make_room, run_beside, wait_for
 from .retention import Retention
 from .triton_attention import (
@@ -31,7 +31,8 @@ from .triton_attention import (
     write_kernel,
 )
 from .triton_cut import cut_kernel
-from .triton_guesses import GUESS_FIELDS
+from .triton_narrow import narrow_kernel
+from .triton_scratch import Scratch
 from .triton_select import retain_kernel
 from .triton_tuning import Tiles, tiles_for
 
@@ -72,55 +73,6 @@ def mixed(
     scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
-
-
-class Scratch:
-    """Memory that the kernels of one op call hand to each other."""
-
-    def __init__(self, attention: Attention, tiles: Tiles, capacity: int) -> None:
-        """`capacity` of the store where rows may capture, else 0."""
-        lines, device = attention.rows * attention.heads, attention.q.device
-        self.tiles = tiles
-        self.units = max(2, tiles.max_units, tiles.max_kept)
-        self.width = next_power_of_2(max(16, attention.head_dim))
-        self.keys = attention.max_pages * attention.page_size
-        self.copies = _copies(attention) if capacity else 1
-        self.guesses = min(tiles.guesses, self.copies - 1)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.part_acc = empty(lines, self.units, self.width)
-        self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
-        self.arrived = arrivals(device, lines)  # one per row and head
-        self.selected = arrivals(device, lines, "selection") if capacity else self.arrived
-        if not capacity:
-            lines = 0
-        room = max(tiles.register_scores, tiles.piece)
-        self.scores = _with_room(lines, 16 * cdiv(self.keys, 16), room, device)
-        self.stats = empty(lines, 2)
-        self.guess_acc = empty(lines, self.units, self.guesses, self.width)
-        self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
-        self.cuts = empty(lines, 2, dtype=torch.int32)
-        self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
-        self.fixes = empty(lines, capacity, dtype=torch.int32)
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
-
-
-def _with_room(lines: int, width: int, room: int, device: torch.device) -> Tensor:
-    """float32 [lines, width], behind which `room` more can be read."""
-    size = lines * width
-    return torch.empty(size + room if lines else 0, device=device)[:size].view(lines, width)
-
-
-def _copies(a: Attention) -> int:
-    """How often each query fits into half a tile of 16 rows: once where rows share a tile, or where a bias makes
-    scores that need not be distributed as guesses assume.
-    """
-    return 1 if a.query_rows > 1 or a.bias is not None else max(1, 8 // a.group)
 
 
 def _precision(q: Tensor) -> str:
@@ -175,7 +127,8 @@ def _attend(
     group = _query_rows(a, per_head)
     tiles = tiles_for(a)
     if retention is not None:  # the scratch of captures lives until their selections are done
-        make_room(a.q.device, 4 * a.rows * a.heads * a.max_pages * a.page_size)
+        keys = a.max_pages * a.page_size
+        make_room(a.q.device, (8 if keys > tiles.short else 4) * a.rows * a.heads * keys)
     if mode == MODE_MIXED and a.sink is not None:
         raise ValueError("mixed rows take no sink")
     captures = retention is not None
@@ -260,6 +213,11 @@ def _quantile(retention: Retention | None) -> float:
     return NormalDist().inv_cdf(min(1 - 1e-7, max(1e-7, 1 - share)))
 
 
+def _always(retention: Retention, scratch: Scratch) -> dict[str, int]:
+    """How many of the first and last keys are kept whatever their scores: at most as many as a row may have."""
+    return {"FIRST": min(retention.first, scratch.keys), "LAST": min(retention.last, scratch.keys)}
+
+
 def _select(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
@@ -283,18 +241,30 @@ def _settle(a: Attention, store: Store) -> None:
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
-    """Which score each (row, head) retains from, and how many keys that are in each block."""
-    tiles = scratch.tiles
-    widest = next_power_of_2(max(4 * tiles.block, scratch.keys))
-    most = min(tiles.register_scores, widest)
+    """Which score each (row, head) retains from, and how many such keys are in each block, in long rows each unit."""
+    tiles, modes = scratch.tiles, row_mode if row_mode is not None else a.row_length
+    most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
     cut_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
+        scratch.scores, scratch.stats, a.row_length, modes,
         scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
-        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most,
-        PASSES=widest > most, BLOCK=tiles.block, FIRST=retention.first, LAST=retention.last,
-        num_warps=warps, **_registers(a, 16 // warps, warps),
+        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most, BLOCK=tiles.block,
+        **_always(retention, scratch), num_warps=warps, **_registers(a, 16 // warps, warps),
+    )  # fmt: skip
+    if not scratch.long:
+        return
+    unit, units = tiles.units(scratch.keys)
+    warps = tiles.narrow_warps
+    narrow_kernel[(a.heads, units, a.rows)](
+        scratch.scores, scratch.lists, scratch.stats, a.row_length, modes,
+        scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
+        retention.numerator, retention.denominator, _quantile(retention),
+        MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
+        PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
+        SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
+        **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=warps, **_registers(a, 32 // warps, warps),
     )  # fmt: skip
 
 
@@ -305,18 +275,20 @@ def _retain(
     tiles = scratch.tiles
     unit, units = tiles.units(scratch.keys)
     piece = min(tiles.piece, next_power_of_2(unit))
-    warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
+    gathered = tiles.gather_block * scratch.width
+    warps = min(8, max(1, piece // (32 * tiles.thread_keys), gathered // 2048))
+    ahead = tiles.gather_bytes * 32 * warps // (gathered * a.v_pool.element_size())
     retain_kernel[(a.heads, units, a.rows)](
-        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
-        a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
-        store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats, scratch.fixes,
-        scratch.part_acc, scratch.part_l, scratch.selected,
+        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, scratch.places, a.v_pool, a.block_table,
+        a.row_seq, a.row_length, a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
+        store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats,
+        scratch.fixes, scratch.weights, scratch.part_acc, scratch.part_l, scratch.selected,
         scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
         a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
         retention.numerator, retention.denominator,
         MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        GUESSES=scratch.guesses, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units,
-        BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, BD=scratch.width,
-        FIRST=retention.first, LAST=retention.last, num_warps=warps,
-        **_registers(a, 24 // warps, warps),
+        GUESSES=scratch.guesses, SHORT=tiles.short, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit,
+        MAX_UNITS=tiles.max_units, BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, AHEAD=max(1, min(8, ahead)),
+        BD=scratch.width, **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
+        num_warps=warps, **_registers(a, 24 // warps, warps),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The first half of a capture's selection: the score that exactly `keep` scores of a row reach, and where they lie.
 
-One program searches for one (row, head), with all scores in registers where they fit, by narrowing a bracket of
-integers whose order is that of the floats (see `triton_parts.sortable`). It leaves the cut, and for each block of keys
-how many it retains; `triton_select` takes the row from there, one program per unit of keys.
+Scores are compared as integers whose order is that of the floats (see `triton_parts.sortable`), and the cut is found by
+narrowing a bracket of them. Here one program does so for one (row, head) of up to SHORT keys, with all scores in
+registers; it leaves the cut, and for each block of keys how many it retains. Longer rows are for `triton_narrow`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,20 @@ def with_kept(key, n, length, end, FIRST: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
+def whole_bracket(length, top, keep, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """(low, reached, high, beyond): what `search` starts from in a row of which nothing is known.
+
+    Keys that are kept whatever their scores are above `top`: if they are all that is kept, the cut is there.
+    """
+    low, high = tl.full((), LOWEST + 1, tl.int32), top + 1
+    reached, beyond = length, tl.full((), 0, tl.int32)
+    if FIRST + LAST > 0:
+        beyond = tl.minimum(length, FIRST + LAST)
+        low, reached = tl.where(beyond == keep, high, low), tl.where(beyond == keep, keep, reached)
+    return low, reached, high, beyond
+
+
+@triton.jit
 def load_sortable(scores_row, n, length):
     """Keys of the scores n [NB]; the lowest integer, which no score has, beyond the row's length.
 
@@ -43,70 +57,90 @@ def load_sortable(scores_row, n, length):
 
 
 @triton.jit
+def read_lists(lists, unit, length, first, WIDE: tl.constexpr, SLOTS: tl.constexpr):
+    """Scores first .. first + WIDE - 1 of each list: [SLOTS, WIDE]. List u begins at u * unit; lists behind the row's
+    length are empty, and what is read for them lies right behind the row.
+    """
+    at = tl.minimum(tl.arange(0, SLOTS) * unit + first, length // 4 * 4)
+    return tl.load(lists + (tl.multiple_of(at, 4)[:, None] + tl.arange(0, WIDE)[None, :]))
+
+
+@triton.jit
+def listed_keys(s, skip, have, first, WIDE: tl.constexpr):
+    """Keys of the scores s [SLOTS, WIDE] that were read from `first` on, of which each list has `have` [SLOTS] behind
+    the first `skip` [SLOTS]; the lowest integer for all others.
+    """
+    n = (first + tl.arange(0, WIDE))[None, :] - skip[:, None]
+    inside = n.to(tl.uint32, bitcast=True) < have.to(tl.uint32, bitcast=True)[:, None]  # not below 0 either
+    return tl.where(inside, sortable(s), LOWEST)
+
+
+@triton.jit
 def count_from(
-    scores_row, length, key, candidate, IN_REGISTERS: tl.constexpr, NB: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    key, candidate, lists, unit, length, skip, have, longest,
+    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """How many of a row's scores are at or above `candidate`."""
-    found = tl.sum((key >= candidate).to(tl.int32), 0)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            n = n0 + tl.arange(0, NB)
-            other = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
-            found += tl.sum((other >= candidate).to(tl.int32), 0)
+    """How many scores are at or above `candidate`: among `key`, and with WIDE among what lists have beyond WIDE, of
+    each STEP at a time.
+    """
+    found = tl.sum((key >= candidate).to(tl.int32))
+    if WIDE > 0:
+        if longest > WIDE:
+            more = tl.zeros([SLOTS, STEP], tl.int32)
+            for first in range(WIDE, longest, STEP):
+                s = read_lists(lists, unit, length, first, STEP, SLOTS)
+                more += (listed_keys(s, skip, have, first, STEP) >= candidate).to(tl.int32)
+            found += tl.sum(more)
     return found
 
 
 @triton.jit
-def describe(scores_row, length):
-    """(mean, standard deviation) of some of a row's scores, evenly spread: enough for a first guess."""
-    step = tl.cdiv(length, SAMPLE)
-    n = tl.arange(0, SAMPLE) * step
-    inside = n < length
-    s = tl.load(scores_row + n, mask=inside, other=0.0)
-    share = 1.0 / tl.cdiv(length, step)
-    mean = tl.sum(s, 0) * share
+def describe(s, inside, share):
+    """(mean, standard deviation) of the scores s [N] that are `inside`, each a `share` of them."""
+    mean = tl.sum(tl.where(inside, s, 0.0), 0) * share
     off = tl.where(inside, s - mean, 0.0)
     return mean, tl.maximum(tl.sqrt(tl.sum(off * off, 0) * share), 1e-6)
 
 
 @triton.jit
-def find_cut(
-    scores_row, length, keep, key, top, quantile, IN_REGISTERS: tl.constexpr, NB: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
+def score_step(deviation, quantile, total):
+    """How far apart neighbours are among `total` normally distributed scores, next to their quantile."""
+    return deviation / (total * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)
 
-    A bracket [low, high) with count(low) >= keep > count(high) shrinks. The first guess takes the scores as normally
-    distributed; until both ends are scores' own, the next ones follow that distribution's density, in steps that grow.
-    Then they interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half
-    its weight (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends. It stops
-    early where exactly `keep` scores reach. Keys that are kept whatever their scores are above `top`: if they are all,
-    the cut is there.
+
+@triton.jit
+def between(low, over, high, under):
+    """The score between two where the logarithm of the count, off by `over` and `under` at them, would be right."""
+    left = unsortable(low)
+    return left + over / (over - under) * (unsortable(high - 1) - left)
+
+
+@triton.jit
+def search(
+    key, lists, unit, skip, have, longest, base, low, reached, high, beyond, length, top, keep, slack, guess, step,
+    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Narrow [low, high), which `reached` >= keep and `beyond` < keep scores reach: (low, reached, beyond).
+
+    The `length` scores are those of `count_from`, `base` more that are above `high`, and those below `low`. It ends
+    where at most keep + slack scores reach `low`, and at the latest where high is low + 1. Until both ends are scores'
+    own, guesses follow the density of scores that are `step` apart, in steps that grow; `guess` is the first. Then they
+    interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half its weight
+    (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends.
     """
-    mean, deviation = describe(scores_row, length)
-    low = tl.full((), LOWEST + 1, tl.int32)
-    high = top + 1
-    reached = length
-    beyond = tl.full((), 0, tl.int32)  # how many reach `high`
     target = tl.log2(keep.to(tl.float32))
-    over = tl.log2(length.to(tl.float32)) - target  # of the low end, in units of log2(count)
-    under = -1.0 - target  # of the high end, which nothing reaches: log2 of one half
-    if FIRST + LAST > 0:
-        beyond = tl.minimum(length, FIRST + LAST)
-        under = tl.log2(beyond.to(tl.float32)) - target
-        all_kept = beyond == keep
-        low = tl.where(all_kept, high, low)
-        reached = tl.where(all_kept, keep, reached)
-    step = deviation / (length * tl.exp2(-0.5 * LOG2E * quantile * quantile) * 0.3989423)  # score per key
-    guess = mean + quantile * deviation
+    # How far the counts of both ends are from `keep`, in units of log2(count).
+    over = tl.maximum(tl.log2(reached.to(tl.float32)) - target, 1e-3)
+    under = tl.log2(tl.maximum(beyond.to(tl.float32), 0.5)) - target
+    if (reached < length) & (high <= top):
+        guess = between(low, over, high, under)
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
-    while (reached != keep) & (low + 1 < high):
+    while (reached > keep + slack) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)
         if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
-        found = count_from(scores_row, length, key, middle, IN_REGISTERS, NB, FIRST, LAST)
+        found = base + count_from(key, middle, lists, unit, length, skip, have, longest, WIDE, STEP, SLOTS)
         value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
         if found >= keep:
             low = middle
@@ -124,106 +158,78 @@ def find_cut(
             guess = unsortable(middle) + (found - keep + 0.5) * step
             step *= 2.0
         else:
-            left = unsortable(low)
-            guess = left + over / (over - under) * (unsortable(high - 1) - left)
+            guess = between(low, over, high, under)
         turn += 1
+    return low, reached, beyond
+
+
+@triton.jit
+def cut_of(low, reached, beyond, keep):
+    """(cut, ties): the keys to retain are those at or above `cut`, and the first `ties` equal to `cut - 1`.
+
+    They follow from a search without slack: either exactly `keep` scores reach `low`, or all of low's own are ties.
+    """
     exact = reached == keep
     return tl.where(exact, low, low + 1), tl.where(exact, 0, keep - beyond)
 
 
 @triton.jit
-def store_counts(counts, marks, n0, length, NB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of marks [NB], of the keys n0 .. n0 + NB - 1, each block of keys holds. Four blocks, a quarter of NB
-    apart, are counted in the bytes of one integer.
+def store_counts(counts, marks, length, NB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of a row's marks [NB] each block of keys holds. Four blocks, a quarter of NB apart, are counted in the
+    bytes of one integer.
     """
     COLUMNS: tl.constexpr = NB // BLOCK // 4
     byte = tl.arange(0, 4)
     four = tl.sum(tl.reshape(marks.to(tl.int32), [4, COLUMNS, BLOCK]) << (8 * byte)[:, None, None], 0)
     four = tl.sum(four, 1)  # [COLUMNS]
-    j = n0 // BLOCK + byte[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    j = byte[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(counts + j, (four[None, :] >> (8 * byte)[:, None]) & 0xFF, mask=j * BLOCK < length)
-
-
-@triton.jit
-def count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each block of key [NB], the keys n0 .. n0 + NB - 1: how many are above the cut, and how many may be ties."""
-    store_counts(blocks, key >= cut, n0, length, NB, BLOCK)
-    if ties > 0:
-        store_counts(blocks + blocks_s, key == cut - 1, n0, length, NB, BLOCK)
 
 
 @triton.jit
 def cut_row(
     scores_row, cuts, blocks, blocks_s, top, length, keep, quantile,
-    IN_REGISTERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    NB: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """The cut of one row and the counts of its blocks, NB scores at a time."""
+    """The cut of one row of up to NB keys and the counts of its blocks."""
     n = tl.arange(0, NB)
     key = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
-    cut, ties = find_cut(scores_row, length, keep, key, top, quantile, IN_REGISTERS, NB, FIRST, LAST)
+    every = tl.cdiv(length, SAMPLE)
+    n = tl.arange(0, SAMPLE) * every
+    some = tl.load(scores_row + n, mask=n < length, other=0.0)
+    mean, deviation = describe(some, n < length, 1.0 / tl.cdiv(length, every))
+    low, reached, high, beyond = whole_bracket(length, top, keep, FIRST, LAST)
+    low, reached, beyond = search(
+        key, scores_row, 0, 0, 0, 0, 0, low, reached, high, beyond, length, top, keep, 0,
+        mean + quantile * deviation, score_step(deviation, quantile, length), 0, 1, 1,
+    )  # fmt: skip
+    cut, ties = cut_of(low, reached, beyond, keep)
     tl.store(cuts, cut)
     tl.store(cuts + 1, ties)
-    count_blocks(blocks, blocks_s, key, 0, length, cut, ties, NB, BLOCK)
-    if not IN_REGISTERS:
-        for n0 in range(NB, length, NB):
-            key = load_sortable(scores_row, n0 + n, length)
-            key = with_kept(key, n0 + n, length, length, FIRST, LAST)
-            count_blocks(blocks, blocks_s, key, n0, length, cut, ties, NB, BLOCK)
+    store_counts(blocks, key >= cut, length, NB, BLOCK)
+    if ties > 0:
+        store_counts(blocks + blocks_s, key == cut - 1, length, NB, BLOCK)
 
 
 @triton.jit(do_not_specialize=["blocks_s", "numerator", "denominator"])
 def cut_kernel(
     scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, PASSES: tl.constexpr,
-    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
 
-    Up to NB scores stay in registers, of shorter rows in smaller tensors; longer rows (PASSES) are read once per turn
-    of the search.
+    Rows of up to SMALL keys take a smaller tensor; rows of more than NB are not this kernel's.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(row_length + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    if wanted & (length > 0):
+    if wanted & (length > 0) & (length <= NB):
         at = row * HEADS + head
         keep = retained_count(length, numerator, denominator, FIRST, LAST)
         top = sortable(tl.load(stats + at * 2))
         own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * 2 * blocks_s
         if length <= SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, SMALL, BLOCK, FIRST, LAST)
-        elif (NB > SMALL) & (length <= min(NB, 4 * SMALL)):
-            cut_row(
-                own,
-                cut,
-                block,
-                blocks_s,
-                top,
-                length,
-                keep,
-                quantile,
-                True,
-                min(NB, 4 * SMALL),
-                BLOCK,
-                FIRST,
-                LAST,
-            )
-        elif NB > 4 * SMALL or PASSES:
-            if PASSES and length > NB:
-                cut_row(
-                    own,
-                    cut,
-                    block,
-                    blocks_s,
-                    top,
-                    length,
-                    keep,
-                    quantile,
-                    False,
-                    min(NB, 8192),
-                    BLOCK,
-                    FIRST,
-                    LAST,
-                )
-            else:
-                cut_row(own, cut, block, blocks_s, top, length, keep, quantile, True, NB, BLOCK, FIRST, LAST)
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, SMALL, BLOCK, FIRST, LAST)
+        elif NB > SMALL:
+            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, NB, BLOCK, FIRST, LAST)

@@ -92,4 +92,6 @@ def choose_guess(guess_stats, line, cut, GUESSES: tl.constexpr):
 def load_guess(guess_acc, guess_stats, line, maximum, d, BD: tl.constexpr):
     """(weighted values [BD], weights) of a unit's keys above a guess, weights relative to exp(maximum)."""
     w = tl.exp2((tl.load(guess_stats + line * FIELDS + 2) - maximum) * LOG2E)
-    return tl.load(guess_acc + line * BD + d) * w, tl.load(guess_stats + line * FIELDS + 3) * w
+    # Inside fma they stay products: contracted with the sums that follow, bits would depend on the compiler.
+    acc, weights = tl.load(guess_acc + line * BD + d), tl.load(guess_stats + line * FIELDS + 3)
+    return tl.fma(acc, w, 0.0), tl.fma(weights, w, 0.0)

@@ -8,6 +8,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-2147483648)
 HIGHEST = tl.constexpr(2147483647)
+STORE_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -134,8 +135,26 @@ def unsortable(key):
 
 
 @triton.jit
+def scatter(to, x, wanted, ASSEMBLY: tl.constexpr):
+    """Store x, of 32 bits each, at the pointers `to` where `wanted`.
+
+    Triton would move all three through shared memory to where a store of neighbours likes them; here there are none.
+    ASSEMBLY stores from where they are.
+    """
+    if ASSEMBLY:
+        at, bits = to.to(tl.int64, bitcast=True), x.to(tl.int32, bitcast=True)
+        tl.inline_asm_elementwise(
+            STORE_ONE, "=r,l,r,r", [at, bits, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(to, x, mask=wanted)
+
+
+@triton.jit
 def tree_sum(x, N: tl.constexpr, W: tl.constexpr):
-    """x [N, W] summed over N by halves: an order that does not depend on how threads share x."""
+    """x [N, W] summed over N, neighbours first: an order that does not depend on how threads share x."""
+    x = tl.trans(x)
     for i in tl.static_range(N.bit_length() - 1):
-        x = tl.sum(tl.reshape(x, [2, N >> (i + 1), W]), 0)
-    return tl.sum(x, 0)
+        even, odd = tl.split(tl.reshape(x, [W, N >> (i + 1), 2]))
+        x = even + odd
+    return tl.reshape(x, [W])

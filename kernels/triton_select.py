@@ -3,10 +3,11 @@
 One program takes one unit of keys of one (row, head), the same unit that attention took. It writes the positions it
 retains, in ascending order, where those of earlier units end; ties go to the lowest positions. Then it sums their
 values: attention has left the sums over the unit's keys above a guessed cut (see `triton_guesses`), so only the keys
-between guess and cut are listed and read. Where the guess misses by as many keys as the unit retains, or there is none,
-the retained ones are read themselves. The last program of a (row, head) to arrive adds the units up in order.
+between guess and cut are listed, with their weights, and read. Where the guess misses by as many keys as the unit
+retains, or there is none, the retained ones are. The last program of a (row, head) to arrive adds the units up.
 
-Mirrors `reference.capture`. Sums go by halves, so no bit depends on how many warps share the work.
+Mirrors `reference.capture`. The order of a sum follows from places in the list, so no bit depends on how many warps
+share the work.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import load_sortable, retained_count, with_kept
+from .triton_cut import retained_count, with_kept
 from .triton_guesses import choose_guess, load_guess
-from .triton_parts import HIGHEST, LOG2E, load_keys, page_of, sortable, tree_sum, unit_size
+from .triton_narrow import PLACE
+from .triton_parts import (
+    HIGHEST,
+    LOG2E,
+    LOWEST,
+    load_keys,
+    page_of,
+    scatter,
+    sortable,
+    tree_sum,
+    unit_size,
+    unsortable,
+)
 
 FIX = tl.constexpr(1 << 16)
 """Two counts share an integer: of retained keys below this bit, of keys to fix above."""
@@ -50,35 +63,38 @@ def place_unit(blocks, blocks_s, start, end, ties, BLOCK: tl.constexpr, STEP: tl
 
 @triton.jit
 def list_unit(
-    scores_row, kept_line, fix_line, start, end, length, cut, ties, guess, limit, HAS_GUESS: tl.constexpr,
-    PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    s, scores_row, table_row, kept_line, fix_line, weight_line, start, end, length, cut, ties, guess, maximum, limit,
+    PAGE: tl.constexpr, PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the retained positions among the keys start .. end - 1, and those that the guess is wrong about, at most
-    `limit` of each. Returns how many the latter are.
+    """Write the retained positions among the keys start .. end - 1, and of those that the guess is wrong about the
+    places of their values and their weights, negative where the key is above the guess; at most `limit` of each.
+    Returns how many the latter are. s [PIECE] are the first scores.
     """
     n = start + tl.arange(0, PIECE)
     above = tl.full((), 0, tl.int32)
     fixes = tl.full((), 0, tl.int32)
     equal = tl.full((), 0, tl.int32)
-    for _ in range(start, end, PIECE):
-        key = load_sortable(scores_row, n, end)
+    for n0 in range(start, end, PIECE):
+        key = tl.where(n < end, sortable(s), LOWEST)
+        s = tl.load(scores_row + n + PIECE, mask=n * 0 < end - n0 - PIECE, other=0.0)
         rank = with_kept(key, n, length, end, FIRST, LAST)
         retained = rank >= cut
         if ties > equal:
             same = rank == cut - 1
             retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
             equal += tl.sum(same.to(tl.int32), 0)
-        marks = retained.to(tl.int32)
-        wrong = retained
-        if HAS_GUESS:
-            wrong = retained != (key >= guess)
-            marks += wrong.to(tl.int32) * FIX
+        guessed = key >= guess
+        wrong = retained != guessed
+        page = page_of(table_row, n, wrong, PAGE)  # asked for before the scan
+        marks = retained.to(tl.int32) + wrong.to(tl.int32) * FIX
         both = tl.cumsum(marks, 0)  # two counts in one scan
         place = above + (both & (FIX - 1)) - 1
-        tl.store(kept_line + place, n, mask=retained & (place < limit))
-        if HAS_GUESS:
-            place = fixes + (both >> 16) - 1
-            tl.store(fix_line + place, n, mask=wrong & (place < limit))
+        scatter(kept_line + place, n, retained & (place < limit), ASSEMBLY)
+        place = fixes + (both >> 16) - 1
+        wrong = wrong & (place < limit)
+        w = tl.exp2((unsortable(key) - maximum) * LOG2E)
+        scatter(weight_line + place, tl.where(guessed, -w, w), wrong, ASSEMBLY)
+        scatter(fix_line + place, page * PAGE + n % PAGE, wrong, ASSEMBLY)
         total = tl.sum(marks, 0)
         above += total & (FIX - 1)
         fixes += total >> 16
@@ -88,26 +104,27 @@ def list_unit(
 
 @triton.jit
 def sum_listed(
-    scores_row, maximum, list_line, entries, guess, v_pool, base, table_row, d, d_ok, pool_page, pool_token,
-    PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    fix_line, weight_line, entries, v_pool, base, d, d_ok, pool_page, pool_token,
+    PAGE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """(sum of weighted values [BD], sum of weights) of listed keys; those above `guess` count negative."""
+    """(sum of weighted values [BD], sum of weights) of listed keys, AHEAD blocks of BN on their way at a time."""
     offset = tl.arange(0, BN)
     acc = tl.zeros([BN, BD], tl.float32)
     weights = tl.zeros([BN], tl.float32)
-    n = tl.load(list_line + offset, mask=offset < entries, other=0)
-    page = page_of(table_row, n, offset < entries, PAGE)
-    for e0 in tl.range(0, entries, BN):
-        ok, ahead = e0 + offset < entries, e0 + BN + offset < entries
-        n_next = tl.load(list_line + e0 + BN + offset, mask=ahead, other=0)
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
-        s = tl.load(scores_row + n, mask=ok, other=float("-inf"))
-        page = page_of(table_row, n_next, ahead, PAGE)
-        w = tl.exp2((s - maximum) * LOG2E)
-        w = tl.where(sortable(s) >= guess, -w, w)
-        acc = tl.fma(v.to(tl.float32), w[:, None], acc)
-        weights += w
-        n = n_next
+    for first in range(0, entries, BN * AHEAD):
+        places, ws, vs = (), (), ()
+        for i in tl.static_range(AHEAD):
+            e = first + i * BN + offset
+            places += (tl.load(fix_line + e, mask=e < entries, other=0),)
+            ws += (tl.load(weight_line + e, mask=e < entries, other=0.0),)
+        tl.debug_barrier()  # or values are asked for before the entries of the next block are
+        for i in tl.static_range(AHEAD):
+            ok = first + i * BN + offset < entries
+            page = places[i] // PAGE
+            vs += (load_keys(v_pool, base, page, places[i], ok, d, d_ok, PAGE, pool_page, pool_token),)
+        for i in tl.static_range(AHEAD):
+            acc = tl.fma(vs[i].to(tl.float32), ws[i][:, None], acc)
+            weights += ws[i]
     return tree_sum(acc, BN, BD), tl.sum(tree_sum(weights[:, None], BN, 1), 0)
 
 
@@ -140,80 +157,80 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
     ]
 )
 def retain_kernel(
-    scores, stats, cuts, blocks, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
-    index, count, mass, c_ref, guess_acc, guess_stats, fixes, part_acc, part_l, arrived,
+    scores, stats, cuts, blocks, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
+    index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights, part_acc, part_l, arrived,
     scores_s, blocks_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
     capacity, numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    PIECE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    GUESSES: tl.constexpr, SHORT: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
-    and values are read BN at a time.
+    and values are read AHEAD blocks of BN at a time.
 
-    fixes [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are scratch; arrived int32 [T * H] is
-    zero before and after every launch.
+    fixes [T * H, capacity], weights [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are
+    scratch; arrived int32 [T * H] is zero before and after every launch.
     """
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # What depends on the length alone is asked for at once.
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    at = row * HEADS + head
+    mine = at * SLOTS + part
+    cut, ties = tl.load(cuts + at * 2), tl.load(cuts + at * 2 + 1)
+    maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
+    place = places + mine * PLACE
+    begin, kept = tl.load(place), tl.load(place + 1)
+    ties_left = tl.load(place + 2)
+    guess = tl.full((), HIGHEST, tl.int32)
+    which = tl.full((), 0, tl.int32)
+    if GUESSES > 0:
+        guess, which = choose_guess(guess_stats, mine * GUESSES, cut, GUESSES)
     unit = unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK)
     start = part * unit
     if wanted & (start < length):
-        at = row * HEADS + head
+        own = scores + at * scores_s
+        s = tl.load(own + start + tl.arange(0, PIECE))
         entry = (slot * sites + site) * HEADS + head
         keep = retained_count(length, numerator, denominator, FIRST, LAST)
-        end, own = tl.minimum(start + unit, length), scores + at * scores_s
-        cut, maximum = tl.load(cuts + at * 2), tl.load(stats + at * 2)
-        ties, own_blocks = tl.load(cuts + at * 2 + 1), blocks + at * 2 * blocks_s
-        begin, kept, ties = place_unit(own_blocks, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
+        end = tl.minimum(start + unit, length)
+        if length <= SHORT:
+            block = blocks + at * 2 * blocks_s
+            begin, kept, ties_left = place_unit(block, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
         limit = tl.minimum(kept, tl.minimum(keep, capacity) - begin)
-        listed, fix_line = index + entry * capacity + begin, fixes + at * capacity + begin
+        kept_line, fix_line = index + entry * capacity + begin, fixes + at * capacity + begin
+        weight_line = weights + at * capacity + begin
+        entries = limit
+        again = True
+        while again:
+            entries = list_unit(
+                s, own, table + seq * table_s, kept_line, fix_line, weight_line, start, end, length, cut, ties_left,
+                guess, maximum, limit, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
+            )  # fmt: skip
+            tl.debug_barrier()
+            # A guess that is wrong about no fewer keys than are retained: those themselves are listed and read.
+            again = (entries >= limit) & (guess < HIGHEST)
+            guess = tl.where(again, HIGHEST, guess)
         d = tl.arange(0, BD)
-        guess = tl.full((), HIGHEST, tl.int32)
-        which = tl.full((), 0, tl.int32)
-        if GUESSES > 0:
-            guess, which = choose_guess(guess_stats, (at * SLOTS + part) * GUESSES, cut, GUESSES)
-        entries = list_unit(
-            own,
-            listed,
-            fix_line,
-            start,
-            end,
-            length,
-            cut,
-            ties,
-            guess,
-            limit,
-            GUESSES > 0,
-            PIECE,
-            FIRST,
-            LAST,
-        )
-        guessed = (entries < limit) & (guess < HIGHEST) & (GUESSES > 0)
-        if guessed:
-            listed = fix_line
-        tl.debug_barrier()
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
+        if GUESSES > 0:  # of no meaning where no guess helps, but on its way before the values are
+            more, heavier = load_guess(guess_acc, guess_stats, mine * GUESSES + which, maximum, d, BD)
         sums, weight = sum_listed(
-            own, maximum, listed, tl.where(guessed, entries, limit), tl.where(guessed, guess, HIGHEST), v_pool, base,
-            table + seq * table_s, d, d < D, pool_page, pool_token, PAGE, BN, BD,
+            fix_line, weight_line, tl.minimum(entries, limit), v_pool, base, d, d < D, pool_page, pool_token,
+            PAGE, BN, AHEAD, BD,
         )  # fmt: skip
         if GUESSES > 0:
-            if guessed:
-                more, heavier = load_guess(
-                    guess_acc, guess_stats, (at * SLOTS + part) * GUESSES + which, maximum, d, BD
-                )
-                sums, weight = sums + more, weight + heavier
+            helps = guess < HIGHEST
+            sums, weight = tl.where(helps, sums + more, sums), tl.where(helps, weight + heavier, weight)
         if (head == 0) & (part == 0):
             tl.store(count + slot * sites + site, keep)
         units = tl.cdiv(length, unit)
         done = units == 1
         if units > 1:
-            mine = at * SLOTS + part
             tl.store(part_acc + mine * BD + d, sums)
             tl.store(part_l + mine, weight)
             tl.debug_barrier()
@@ -224,4 +241,4 @@ def retain_kernel(
                 sums, weight = add_units(part_acc, part_l, at * SLOTS, units, d, SLOTS, BD)
         if done:
             tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
-            tl.store(mass + entry, weight / tl.load(stats + at * 2 + 1))
+            tl.store(mass + entry, weight / every)

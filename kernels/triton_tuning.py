@@ -23,13 +23,16 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. The
-    search for the cut gives each (row, head) one program, whose threads hold about `thread_scores` scores each, up to
-    `register_scores` in all, short rows in a tensor of `small_scores`. Units are then listed in pieces of up to `piece`
-    keys, `thread_keys` per thread, and values are summed in steps of `gather_block`.
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In rows
+    of up to `short` keys one program per (row, head) searches for the cut, whose threads hold about `thread_scores`
+    scores each, of the shortest rows in a tensor of `small_scores`. In longer ones each unit has a program of
+    `narrow_warps` warps: it looks at a `sample` of the row and reads its unit `narrow_piece` scores at a time; the last
+    one keeps `listed` scores of each unit's list in registers and reads what is beyond in steps of `listed_step`. Then
+    retained keys are listed in pieces of up to `piece` keys, `thread_keys` per thread, and values are summed in steps
+    of `gather_block`, as many of which are on their way at a time as make `gather_bytes` per thread.
 
-    `stages`, `span`, `thread_scores`, `register_scores`, `small_scores`, `piece` and `thread_keys` change no bits;
-    everything else does.
+    `block`, `min_unit` and `max_units`, the same three of retained keys, `guesses` and `gather_block` change bits;
+    nothing else does.
     """
 
     block: int = 64
@@ -43,20 +46,32 @@ class Tiles:
     min_kept: int = 256
     max_kept: int = 16
     guesses: int = 3
-    register_scores: int = 32768
+    short: int = 8192
     small_scores: int = 2048
     thread_scores: int = 32
-    piece: int = 2048
-    thread_keys: int = 16
+    sample: int = 512
+    narrow_warps: int = 8
+    narrow_piece: int = 2048
+    listed: int = 256
+    listed_step: int = 64
+    piece: int = 1024
+    thread_keys: int = 8
     gather_block: int = 8
+    gather_bytes: int = 128
 
     def __post_init__(self) -> None:
         free = ("stages", "kept_stages", "guesses", "span")
         for name, value in vars(self).items():
             if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")
-        if self.small_scores > self.register_scores:
-            raise ValueError(f"small_scores={self.small_scores} must not exceed {self.register_scores=}")
+        for name in ("small_scores", "sample"):
+            if getattr(self, name) > self.short:
+                raise ValueError(f"{name}={getattr(self, name)} must not exceed short={self.short}")
+        if max(self.narrow_piece, self.piece) > 1 << 14:
+            raise ValueError(
+                f"narrow_piece={self.narrow_piece} and piece={self.piece} must be at most {1 << 14}: two counts of a "
+                "piece share an integer"
+            )
         if not 0 <= self.guesses <= 7:
             raise ValueError(
                 f"guesses={self.guesses} must lie in 0 .. 7: half a tile of 16 rows, less the query"

@@ -23,7 +23,7 @@ from sparse_compile.kernels.triton_tuning import Tiles
 
 SMALL = Tiles(
     block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, gather_block=4,
-    piece=32, register_scores=128, small_scores=64,
+    piece=32, short=128, small_scores=64, sample=32, gather_bytes=16,
 )  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
