@@ -57,7 +57,7 @@ class Tiles:
     piece: int = 1024
     thread_keys: int = 8
     gather_block: int = 8
-    gather_bytes: int = 128
+    gather_bytes: int = 64
 
     def __post_init__(self) -> None:
         free = ("stages", "kept_stages", "guesses", "span")
