@@ -21,16 +21,17 @@ CLASSES = {
     "attention": r"attention|fmha|flash|mha_|sdpa|paged",
     "products": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|matmul|skinny",
     "copies": r"memcpy|memset|copy|catarray",
-    "sampling": r"argmax|softmax|logsumexp|multinomial|sort",
+    "sampling": r"argmax|greedy|softmax|logsumexp|multinomial|sort",
     "pointwise and norms": r"elementwise|reduce|vectorized|index|gather|scatter|cumsum",
 }
 OTHER = "other"
 
 
 def our_kernels() -> frozenset[str]:
-    """Names of the attention kernels of this project, as they are launched. The products' are known by theirs."""
+    """Names of the attention kernels of this project, as they are launched. The others are known by theirs."""
     names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
-    modules = [name for name in names if name.startswith("triton_") and name != "triton_skinny"]
+    others = ("triton_skinny", "triton_greedy")
+    modules = [name for name in names if name.startswith("triton_") and name not in others]
     return frozenset(
         name
         for module in modules

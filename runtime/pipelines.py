@@ -215,15 +215,19 @@ class Pipelines(Speculator):
     def _draft(self, stage: Stage, logits: torch.Tensor) -> Row | None:
         """The row that begins with the next step; None where a processor raises, which will be asked again."""
         request, params, youngest = stage.request, stage.request.params, stage.rows[-1]
-        row = stage.logits + self._ends(stage.rows[0])
-        try:
-            scores = processed(request, logits[row : row + 1], youngest.position + 1)
-        except Exception:
-            return None
-        chance = scores.softmax(dim=-1) if params.do_sample else None
-        token = best(scores) if chance is None else draw(chance, params.generator)
-        request.note(token[0], youngest.position + 1)
-        return Row(youngest.position + 1, token[0].to(torch.int32), chance)
+        row, chance = stage.logits + self._ends(stage.rows[0]), None
+        raw = logits[row : row + 1]
+        if params.own_choice:
+            try:
+                scores = processed(request, raw, youngest.position + 1)
+            except Exception:
+                return None
+            chance = scores.softmax(dim=-1) if params.do_sample else None
+            token = (best(scores) if chance is None else draw(chance, params.generator))[0]
+        else:
+            token = largest(raw).tokens
+        request.note(token, youngest.position + 1)
+        return Row(youngest.position + 1, token.to(torch.int32), chance)
 
     # ------------------------------------------------------------------ afterwards
 
