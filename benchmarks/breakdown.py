@@ -106,7 +106,7 @@ def table(title: str, times: dict[str, float], traffic: dict[str, int], bandwidt
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Stacked bars of the rows that have a breakdown, one bar for each point and system."""
+    """Stacked bars of the rows that have a breakdown, one bar for each model, point and system."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -114,7 +114,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     rows = [row for row in rows if row.get("breakdown")]
     kinds = dict.fromkeys(kind for row in rows for kind in row["breakdown"])
-    names = [f"{row['batch']}x{row['context']}\n{row['system']}" for row in rows]
+    several = len({row.get("model") for row in rows}) > 1
+    names = [
+        f"{row['model']}\n" * several + f"{row['batch']}x{row['context']}\n{row['system']}" for row in rows
+    ]
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(rows), 4.5))
     bottom = [0.0] * len(rows)
     for kind in kinds:

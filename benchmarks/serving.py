@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         options.retention,
         *(["--tiny"] if options.tiny else []),
     ]
-    setup = decode.make_setup(decode.parse(shared))
+    setup = decode.make_setup(decode.parse(shared), options.model)
     report = conditions()
     print(json.dumps(report), flush=True)
     decode.check(setup)

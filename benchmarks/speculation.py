@@ -229,12 +229,11 @@ def make_setup(options: argparse.Namespace) -> Setup:
         model = tiny_model("ouro")
     else:
         with torch.device(device):
-            model = random_model(MODELS[options.model](), torch.bfloat16)
+            model = random_model(MODELS[options.model].config(), torch.bfloat16)
     most = max(mode.tokens_per_step for mode in options.modes)
     searched = len(SCALES) * (options.search_steps + 32)
-    return Setup(
-        model.to(device), config, room=max(most * (options.warm + WINDOWS * options.steps), searched) + 64
-    )
+    room = max(most * (options.warm + WINDOWS * options.steps), searched) + 64
+    return Setup(options.model, model.to(device), config, room)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
