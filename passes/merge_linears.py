@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from .base import Compilation, Pass
 from .errors import PassError
-from .graph import is_call, module_path_maybe
+from .graph import is_call, is_shape, module_path_maybe
 from .program import LeftAlone, MergedLinears
 from .trace import strip_wrapper
 from .weights import get_tensor, is_plain, join, span
@@ -68,7 +68,7 @@ def _computed(graph: fx.Graph) -> list[LeftAlone]:
     calls = [node for node in graph.nodes if is_call(node, aten.linear.default)]
     inputs = Counter(node.args[0] for node in calls)
     names = {
-        strip_wrapper((module_path_maybe(node) or (node.name, 0))[0]): None
+        _layer(node) or node.name: None
         for node in calls
         if inputs[node.args[0]] > 1
         and any(
@@ -76,6 +76,31 @@ def _computed(graph: fx.Graph) -> list[LeftAlone]:
         )
     }
     return [LeftAlone((name,), "its weight or bias is computed by the forward") for name in names]
+
+
+def _opened(compilation: Compilation) -> list[LeftAlone]:
+    """Layers whose weight is a tensor subclass, traced as what it computes, where others read the same input."""
+    graph, layers = compilation.graph.graph, dict[str, tuple[str, str]]()
+    for name, tensor in compilation.tensors.items():
+        if not is_plain(tensor) and tensor.dim() == 2:
+            layers[name.rpartition(".")[0]] = name, type(tensor).__name__
+    readers: dict[fx.Node, dict[str, None]] = {}
+    for node in graph.nodes:
+        path = _layer(node)
+        if path in layers or is_call(node, aten.linear.default):
+            for source in node.all_input_nodes:
+                if source.op != "get_attr" and not is_shape(source) and _layer(source) != path:
+                    readers.setdefault(source, {}).setdefault(path)
+    found = dict.fromkeys(path for paths in readers.values() if len(paths) > 1 for path in paths)
+    return [
+        LeftAlone((name,), f"{name} is a {kind}, not a plain parameter")
+        for name, kind in (layers[path] for path in found if path in layers)
+    ]
+
+
+def _layer(node: fx.Node) -> str:
+    """The path of the module that computes a node."""
+    return strip_wrapper((module_path_maybe(node) or ("", 0))[0])
 
 
 def _groups(graph: fx.Graph) -> list[_Group]:
@@ -248,7 +273,7 @@ class MergeLinears(Pass):
     def _decide(self, compilation: Compilation) -> Iterator[list[_Group]]:
         """The calls of every set of layers that can be merged; the others are noted with the reason."""
         judge = _Judge(compilation)
-        compilation.left_alone += _computed(compilation.graph.graph)
+        compilation.left_alone += [*_computed(compilation.graph.graph), *_opened(compilation)]
         sets: dict[tuple[object, ...], list[_Group]] = {}
         for group in _groups(compilation.graph.graph):
             sets.setdefault((group.weights, group.biases), []).append(group)

@@ -26,7 +26,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
-from .graph import is_call
+from .graph import is_call, is_row_tensor
 from .pieces import Cutter, OpCall
 from .program import Program
 
@@ -50,6 +50,8 @@ def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
     counts: Counter[str] = Counter()
     left_alone = []
     for node in list(graph.nodes):
+        if (weight := _computed_weight_maybe(node)) is not None:
+            left_alone.append((str(weight), "its weight is computed by the forward"))
         if not is_call(node, aten.linear.default):
             continue
         reason = why_not(node)
@@ -99,6 +101,18 @@ def why_not(node: fx.Node) -> str:
     if values[1].stride(1) != 1:
         return "the columns of its weight are not contiguous"
     return ""
+
+
+def _computed_weight_maybe(node: fx.Node) -> fx.Node | None:
+    """The weight of a product that is no linear layer, as of a quantised one: the first tensor it is computed from."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.matmul.default):
+        return None
+    weight, rows = node.args[1], node.args[0]
+    assert isinstance(weight, fx.Node)
+    assert isinstance(rows, fx.Node)
+    while weight.all_input_nodes and not is_row_tensor(weight):
+        weight = weight.all_input_nodes[0]
+    return None if is_row_tensor(weight) or not is_row_tensor(rows) else weight
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,6 +35,20 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is memory and strides and nothing else: no subclass, not sparse."""
     return type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or what a subclass such as a quantised weight holds."""
+    if is_plain(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(tensor, name))]
+
+
+def memory(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors hold, each that is given more than once counted once."""
+    known = {id(tensor): tensor for tensor in tensors}
+    return sum(part.nbytes for tensor in known.values() for part in parts(tensor))
 
 
 def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.skinny import survey
-from sparse_compile.passes.weights import named_tensors
+from sparse_compile.passes.weights import memory, named_tensors
 from sparse_compile.runtime.budget import PoolSizes
 
 if TYPE_CHECKING:
@@ -224,8 +224,8 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     asked = config.speculation
     block = 1 if asked is None else asked.rows(program.loops)
     sizes = PoolSizes(program.sites, config.key_bucket, config.page_size, compiled.dtype, block)
-    tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
-    needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
+    weights = memory(named_tensors(compiled.model).values())
+    needs = {"weights": weights, **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}
     return {"batch": rows, "context": context, **named, "total": sum(needs.values())}
 
