@@ -81,8 +81,9 @@ def _computed(graph: fx.Graph) -> list[LeftAlone]:
 def _opened(compilation: Compilation) -> list[LeftAlone]:
     """Layers whose weight is a tensor subclass, traced as what it computes, where others read the same input."""
     graph, layers = compilation.graph.graph, dict[str, tuple[str, str]]()
+    whole = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     for name, tensor in compilation.tensors.items():
-        if not is_plain(tensor) and tensor.dim() == 2:
+        if not is_plain(tensor) and tensor.dim() == 2 and name not in whole:
             layers[name.rpartition(".")[0]] = name, type(tensor).__name__
     readers: dict[fx.Node, dict[str, None]] = {}
     for node in graph.nodes:
