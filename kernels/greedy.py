@@ -32,7 +32,9 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     or +inf, or all are -inf.
     """
     if logits.is_cuda and logits.dtype in _KERNEL_DTYPES and importlib.util.find_spec("triton") is not None:
-        return importlib.import_module(".greedy_backend", __package__).launch(logits)  # type: ignore[no-any-return]
+        backend = importlib.import_module(".greedy_backend", __package__)
+        made: tuple[Tensor, Tensor] = backend.launch(logits)
+        return made
     best, tokens = logits.max(dim=-1)  # widening keeps the order
     wide = compute_dtype(logits.dtype)
     best = best.to(wide)
