@@ -117,6 +117,18 @@ def test_one_plain_layer_among_quantised_ones() -> None:
     assert any("k_proj" in left.weights[0] for left in compiled.program.left_alone)
 
 
+@pytest.mark.gpu
+@KINDS
+def test_on_a_gpu_with_all_that_is_on_there(kind: str) -> None:
+    """Compiled pieces, merged and few-row products where weights are plain, CUDA graphs; float32 has no near ties."""
+    model = tiny_model("ouro", initializer_range=0.1).cuda()
+    QUANTISERS[kind](model)
+    compiled, prompt = sparse_compile(model, key_retention=1.0), PROMPT.cuda()
+    wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(compiled.generate(prompt, max_new_tokens=6), wanted)
+    assert compiled.program.merged == ()
+
+
 def test_memory_is_what_weights_hold() -> None:
     weight = StandIn.quantise(torch.randn(8, 16))
     assert [part.dtype for part in parts(weight)] == [torch.int8, torch.float32]
