@@ -116,7 +116,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     kinds = dict.fromkeys(kind for row in rows for kind in row["breakdown"])
     several = len({row.get("model") for row in rows}) > 1
     names = [
-        f"{row['model']}\n" * several + f"{row['batch']}x{row['context']}\n{row['system']}" for row in rows
+        (f"{row['model']}\n" if several else "") + f"{row['batch']}x{row['context']}\n{row['system']}"
+        for row in rows
     ]
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(rows), 4.5))
     bottom = [0.0] * len(rows)

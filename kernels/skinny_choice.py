@@ -66,6 +66,11 @@ def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
     return choose(_shape(weight, gated), _bucket(rows))
 
 
+def default_tiles_for(rows: int, weight: Tensor, gated: bool) -> Tiles:
+    """Tiles by shape alone, for calls that no library serves."""
+    return default_choice(_shape(weight, gated), _bucket(rows))
+
+
 def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
     same order.

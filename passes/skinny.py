@@ -7,6 +7,7 @@
     %d : linear(%g, %w2);  %r : add(%h, %d)                %y : skinny_linear(%r, %w3)       [T, 1, 24]
     %y : linear(%r, %w3)
 
+The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
 What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,6 +31,7 @@ from ..kernels import skinny
 from .graph import is_call, is_row_tensor
 from .pieces import Cutter, OpCall
 from .program import Program
+from .rotary import rotation_maybe
 
 aten, ours = torch.ops.aten, torch.ops.sparse_compile
 NAME = "skinny"
@@ -127,17 +130,22 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
     """Puts the op in that covers most of what follows the linear layer; returns its name."""
     x, weight, bias = _operands(node)
-    product, added = _gated_maybe(node), _added_maybe(node)
-    if product is not None:
-        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)
+    turned, product, added = rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
+    settings: dict[str, Any] = {"fixed": True} if fixed else {}
+    if turned is not None:
+        op, last, arguments = ours.skinny_rotary.default, node, (x, weight, turned.cos, turned.sin, bias)
+        settings["rotated"] = turned.width
+        turned.take_out()
+    elif product is not None:
+        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)  # type: ignore[assignment]
     elif added is not None:
         last, residual = added
         op, arguments = ours.skinny_add.default, (x, weight, residual, bias)  # type: ignore[assignment]
     else:
-        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)
+        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)  # type: ignore[assignment]
     with graph.inserting_before(last):
         given = arguments if bias is not None else arguments[:-1]
-        made = graph.call_function(op, given, {"fixed": True} if fixed else {})
+        made = graph.call_function(op, given, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
     graph.erase_node(last)
