@@ -159,7 +159,7 @@ def _run(
         # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of their own.
         tiles = choice.tiles_maybe(rows, weight, gated or rotary is not None)
         if tiles is None and rotary is not None:
-            tiles = choice.default_tiles_for(rows, weight, True)
+            tiles = choice.own_tiles(rows, weight, True)
         if tiles is not None:
             backend = importlib.import_module(".skinny_backend", __package__)
             flat = None if residual is None else residual.reshape(rows, -1)
