@@ -35,14 +35,14 @@ def main() -> int:
         "--plots", type=Path, default=None, help="by default docs/figures; none with --subset"
     )
     options = parser.parse_args()
-    subset = run_quality(options.model, None, SUBSET, SUBSET_SWEEP, options.dtype, options.device)
+    how = (options.dtype, options.device, "python -m benchmarks.quality")
+    subset = run_quality(options.model, None, SUBSET, SUBSET_SWEEP, *how)
     if options.subset:
         return show_quality(subset, options.out, options.plots, as_json=False)
-    result = run_quality(options.model, None, Settings(), Sweep(), options.dtype, options.device)
+    result = run_quality(options.model, None, Settings(), Sweep(), *how)
     name = options.model.replace("/", "-").replace(":", "-")
     out = options.out or RESULTS / f"quality-{name}.json"
-    result |= {"command": " ".join(["python -m benchmarks.quality", *sys.argv[1:]]), "subset": subset}
-    return show_quality(result, out, options.plots or FIGURES, as_json=False)
+    return show_quality({**result, "subset": subset}, out, options.plots or FIGURES, as_json=False)
 
 
 if __name__ == "__main__":

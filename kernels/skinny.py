@@ -128,6 +128,11 @@ def rotary(
     return _run(x, weight, bias, None, False, fixed, Rotary(cos, sin, rotated))
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has finished: always a gain where the GPU can do it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def obstacle(dtype: torch.dtype, weight: Tensor) -> str:
     """Why the Triton kernel cannot run such a call; "" where it can."""
     if importlib.util.find_spec("triton") is None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import cdiv
 
+from .skinny import starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
@@ -119,7 +120,7 @@ def choose(shape: Shape, bucket: int) -> Tiles | None:
 def default_choice(shape: Shape, bucket: int) -> Tiles:
     """Tiles by shape alone."""
     tiles = default_tiles(shape.product(bucket), gpu_of(shape.device))
-    return replace(tiles, pdl=_starts_early(shape.device))
+    return replace(tiles, pdl=starts_early(shape.device))
 
 
 @functools.cache
@@ -128,11 +129,6 @@ def gpu_of(device: torch.device) -> Gpu:
         return Gpu()
     properties = torch.cuda.get_device_properties(device)
     return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
-
-
-def _starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the one ahead of it has finished: always a gain where the GPU can do it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def candidates(shape: Shape, bucket: int) -> list[Tiles]:

@@ -147,9 +147,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
-    # The largest unit, and the most units: a shorter row may have more of them than the longest, smaller ones.
-    unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(keys, tiles.max_units), tiles.block))
-    units = min(tiles.max_units, cdiv(keys, tiles.min_unit))
+    unit, units = tiles.units(keys)
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
@@ -302,10 +300,9 @@ def _retain(
 ) -> None:
     """The retained sets, their masses and C_ref, once the cuts are known."""
     tiles = scratch.tiles
-    unit = max(tiles.min_unit, tiles.block * cdiv(cdiv(scratch.keys, tiles.max_units), tiles.block))
+    unit, units = tiles.units(scratch.keys)
     piece = min(tiles.piece, next_power_of_2(unit))
     warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
-    units = min(tiles.max_units, cdiv(scratch.keys, tiles.min_unit))
     retain_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, a.v_pool, a.block_table, a.row_seq, a.row_length,
         a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,

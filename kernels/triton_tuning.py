@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triton import cdiv
+
 from .arguments import Attention
 
 
@@ -66,6 +68,13 @@ class Tiles:
             )
         if self.min_unit < max(4, self.block):
             raise ValueError(f"min_unit={self.min_unit} must hold a step of block={self.block} keys, and 4")
+
+    def units(self, keys: int) -> tuple[int, int]:
+        """(keys of the largest unit, most units) of rows with up to `keys` keys: a shorter row may have more units than
+        the longest, smaller ones.
+        """
+        largest = max(self.min_unit, self.block * cdiv(cdiv(keys, self.max_units), self.block))
+        return largest, min(self.max_units, cdiv(keys, self.min_unit))
 
 
 def tiles_for(attention: Attention) -> Tiles:

@@ -182,6 +182,21 @@ class Program:
         return max(site.loops for site in self.sites)
 
     @property
+    def body_sites(self) -> tuple[tuple[Site, ...], ...]:
+        """Of each body, those before the loop with the first; nothing for a program that is not rolled."""
+        roll = self.roll
+        if roll is None:
+            return ()
+        ends = [roll.first_site + roll.period * (body + 1) for body in range(roll.repeats)]
+        return tuple(self.sites[start:end] for start, end in zip([0, *ends], ends, strict=False))
+
+    @property
+    def last_sites(self) -> tuple[Site, ...]:
+        """Those behind the loop; none in a program that is not rolled."""
+        roll = self.roll
+        return () if roll is None else self.sites[roll.first_site + roll.period * roll.repeats :]
+
+    @property
     def planes(self) -> int:
         return len(self.sites)
 

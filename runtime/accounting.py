@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from sparse_compile.kernels.retention import Retention
@@ -30,39 +31,67 @@ class SiteLike(Protocol):
     def retention(self) -> Retention: ...
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """Query heads of some sites: by window (0: none) of those that always read it whole, and of consume sites by what
+    they keep.
+    """
+
+    full: Counter[int]
+    retained: Counter[Retention]
+
+    @classmethod
+    def of(cls, sites: Sequence[SiteLike]) -> _Heads:
+        found = cls(Counter(), Counter())
+        for site in sites:
+            if site.kind == "consume":
+                found.retained[site.retention] += site.heads
+            else:
+                found.full[site.window] += site.heads
+        return found
+
+    def keys(self, position: int, length: int, sparse: bool) -> tuple[int, int]:
+        """Keys that one row reads at these sites, and keys that it would read were they all dense."""
+        full = sum(
+            heads * (length - (max(0, position - window + 1) if window else 0))
+            for window, heads in self.full.items()
+        )
+        whole = sum(self.retained.values()) * length
+        kept = sum(heads * one.count(length) for one, heads in self.retained.items()) if sparse else whole
+        return full + kept, full + whole
+
+
 class KeyCounter:
     """Charges rows to a request's metrics. The unit: one key attended by one query head at one site.
 
     A dense or capture site reads `visible` keys per head, those of a window of W at most W; a consume site
     reads the retained count per head when the row is sparse, and is dense otherwise. At retention 1 both sums
-    agree.
+    agree. body_sites, last_sites: see EngineOptions.
     """
 
-    def __init__(self, sites: Sequence[SiteLike]) -> None:
-        # window (0: none) -> query heads of all sites that always read it whole
-        self._full: Counter[int] = Counter()
-        # retention -> query heads of all consume sites that keep so much
-        self._retained: Counter[Retention] = Counter()
+    def __init__(
+        self,
+        sites: Sequence[SiteLike],
+        body_sites: Sequence[Sequence[SiteLike]] = (),
+        last_sites: Sequence[SiteLike] = (),
+    ) -> None:
+        self._all, self._last = _Heads.of(sites), _Heads.of(last_sites)
+        self._bodies = [_Heads.of(body) for body in body_sites]
         self._loops = max((site.loops for site in sites), default=1)
-        for site in sites:
-            if site.kind == "consume":
-                self._retained[site.retention] += site.heads
-            else:
-                self._full[site.window] += site.heads
 
-    def charge(self, metrics: RequestMetrics, segment: Segment) -> None:
-        """Adds the rows of `segment` to `metrics`."""
+    def charge(
+        self, metrics: RequestMetrics, segment: Segment, drafted: bool = False, loops: int | None = None
+    ) -> None:
+        """Adds the rows of `segment` to `metrics`. drafted: each of them made a draft as well. loops: that they have
+        gone through, and nothing behind them; None for the whole model.
+        """
+        parts = [self._all] if loops is None else self._bodies[:loops]
         read = dense = 0
         for position, length in segment.rows():
-            full = sum(
-                heads * (length - (max(0, position - window + 1) if window else 0))
-                for window, heads in self._full.items()
-            )
-            whole = sum(self._retained.values()) * length
-            kept = sum(heads * one.count(length) for one, heads in self._retained.items())
-            read += full + (kept if segment.sparse else whole)
-            dense += full + whole
-        metrics.loops_run += self._loops * len(segment.tokens)
+            for heads in [*parts, self._last] if drafted else parts:
+                keys, keys_dense = heads.keys(position, length, segment.sparse)
+                read, dense = read + keys, dense + keys_dense
+        metrics.loops_run += (self._loops if loops is None else loops) * len(segment.tokens)
         metrics.keys_read += read
         metrics.keys_dense += dense
         if segment.decode:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..kernels.skinny import MAX_ROWS
+from ..kernels.skinny import MAX_ROWS, starts_early
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
 
@@ -29,6 +30,7 @@ class PieceCompiler:
     """
 
     few_rows = MAX_ROWS  # beyond them a graph may run with other products
+    fixed = False  # whether bits of the products for few rows must not depend on the number of rows
 
     def __init__(
         self, enabled: bool, static_rows: frozenset[int] = STATIC_ROWS, skinny: bool = False
@@ -38,6 +40,7 @@ class PieceCompiler:
         self.skinny = skinny
         self.rewritten: dict[str, Rewritten] = {}
         self._runs: dict[tuple[str, int], Run] = {}
+        self._fused: dict[tuple[str, int], Callable[..., Any]] = {}
 
     @property
     def compiled(self) -> int:
@@ -49,6 +52,11 @@ class PieceCompiler:
         if rows in self.static_rows:
             return rows
         return MANY if self.skinny and rows > MAX_ROWS else SYMBOLIC
+
+    def _kind(self, code: Code, rows: int) -> int:
+        """The same for one code: where many rows would run with the same products, they share the graph of a few."""
+        kind = self.kind(rows)
+        return SYMBOLIC if kind == MANY and not self._few_rows(code).counts else kind
 
     def prepare(self, codes: Iterable[Code]) -> None:
         """Raises ValueError for codes that cannot run as this compiler promises; this one promises nothing."""
@@ -64,9 +72,7 @@ class PieceCompiler:
         if not self.enabled:
             return code.module(*arguments)
         rows = self.rows(code, arguments)
-        kind = self.kind(rows)
-        if kind == MANY and not self._few_rows(code).counts:
-            kind = SYMBOLIC  # nothing in it differs
+        kind = self._kind(code, rows)
         run = self._runs.get((code.key, kind))
         if run is None:
             few = rows <= MAX_ROWS and self.skinny
@@ -79,9 +85,23 @@ class PieceCompiler:
         """How many rows a call has; 1 for a code that reads none."""
         return arguments[code.row_inputs[0]].shape[0] if code.row_inputs else 1
 
+    def fuse(self, function: FunctionType, width: int) -> Callable[..., Any]:
+        """A function of tensors with as few kernels as may be; itself, when nothing is compiled. width: a size that
+        its graphs are for; others are symbolic.
+        """
+        if not self.enabled:
+            return function
+        key = (function.__name__, width)
+        if key not in self._fused:
+            # Code of its own, as in `_compile`.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{id(self)}_{width}")
+            own = FunctionType(code, function.__globals__)
+            self._fused[key] = torch.compile(own, fullgraph=True)
+        return self._fused[key]
+
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:
-            self.rewritten[code.key] = use_skinny(code.module)
+            self.rewritten[code.key] = use_skinny(code.module, self.fixed)
         return self.rewritten[code.key]
 
     @staticmethod
@@ -103,9 +123,7 @@ def early_start(device: torch.device, graph: fx.Graph) -> dict[str, Any]:
     """
     from torch._inductor import config
 
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {}
-    if not hasattr(config.triton, "enable_pdl"):
+    if not starts_early(device) or not hasattr(config.triton, "enable_pdl"):
         return {}
     reads = all(node.all_input_nodes for node in graph.nodes if node.op == "call_function")
     return {"triton.enable_pdl": True} if reads else {}

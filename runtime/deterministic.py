@@ -18,7 +18,6 @@ from torch import fx
 
 from ..passes.graph import is_call
 from ..passes.pieces import Code
-from ..passes.skinny import Rewritten, use_skinny
 from .compiler import MANY, SYMBOLIC, PieceCompiler, Run
 from .options import FIXED_ROWS
 
@@ -39,6 +38,7 @@ class FixedCompiler(PieceCompiler):
     """For CUDA, in half precision. backend: compiles a graph; Inductor where none is given."""
 
     few_rows = FIXED_ROWS
+    fixed = True
 
     def __init__(self, backend: Backend | None = None) -> None:
         super().__init__(enabled=True, static_rows=frozenset(), skinny=True)
@@ -67,19 +67,12 @@ class FixedCompiler(PieceCompiler):
             arguments = [
                 torch.cat((one, one)) if at in code.row_inputs else one for at, one in enumerate(arguments)
             ]
-        kind = self.kind(rows)
-        if kind == MANY and not self._few_rows(code).counts:
-            kind = SYMBOLIC  # nothing in it differs
+        kind = self._kind(code, rows)
         run = self._runs.get((code.key, kind))
         if run is None:
             run = self._runs[code.key, kind] = self._make(code, arguments, kind)
         made = run(*arguments)
         return tuple(one[:1] if alone and at in code.row_outputs else one for at, one in enumerate(made))
-
-    def _few_rows(self, code: Code) -> Rewritten:
-        if code.key not in self.rewritten:
-            self.rewritten[code.key] = use_skinny(code.module, fixed=True)
-        return self.rewritten[code.key]
 
     def _make(self, code: Code, arguments: Sequence[torch.Tensor], kind: int) -> Run:
         """The compiled graph, which has run once on an example."""

@@ -23,6 +23,8 @@ from typing import Protocol, overload
 import torch
 
 from sparse_compile.runtime.admission import Admission, check_order, to_list, with_generator
+from sparse_compile.runtime.blocks import BlockPlan
+from sparse_compile.runtime.flights import FlightPlan
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
@@ -39,7 +41,7 @@ from sparse_compile.runtime.request import (
     StepOutput,
 )
 from sparse_compile.runtime.results import Batch, Entry
-from sparse_compile.runtime.sampler import finish_reason, not_a_number
+from sparse_compile.runtime.sampler import Drawn, finish_reason, not_a_number
 from sparse_compile.runtime.scheduler import Scheduler
 from sparse_compile.runtime.seats import SeatTable
 from sparse_compile.runtime.steps import StepRunner
@@ -76,6 +78,14 @@ class Executor(Protocol):
         """Any number of rows per sequence, that `draft` has left, through the last `plan.loops` bodies."""
         ...
 
+    def round(self, plan: BlockPlan) -> Drawn:
+        """A whole round of blocks in which every choice is the largest score: `runtime.blocks.run_round`."""
+        ...
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        """A step of pipelines in which every choice is the largest score: `runtime.flights.run_step`."""
+        ...
+
     def advance(self, plan: RowPlan) -> torch.Tensor:
         """Rows of pipelines, `plan.loops` bodies on; logits of rows that finish, drafts of rows that have begun."""
         ...
@@ -83,7 +93,7 @@ class Executor(Protocol):
     def warm_up(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         loops: int | None = None,
         drafting: Drafting | None = None,
@@ -270,26 +280,33 @@ class Engine:
         return outputs
 
     def _advance(self) -> None:
-        if not self.options.async_steps:
-            self._settle()  # what an interrupt has left
+        self._read(self._may_wait)  # what an interrupt has left
         prompts, rows = self.scheduler.pick()
-        behind = 0
-        if prompts or rows:
-            self._ledger.steps += 1
-            batch = Batch(deque())
-            self._inflight.append(batch)
-            for some in [[work] for work in prompts] if self.options.deterministic else [prompts]:
-                self._runner.run(some, batch)
-            self._runner.run(rows, batch)
-            behind = 1 if self.options.async_steps else 0
-        while len(self._inflight) > behind:
+        if not prompts and not rows:
+            self._settle()
+            return
+        self._ledger.steps += 1
+        batch = Batch(deque())
+        self._inflight.append(batch)
+        for some in [[work] for work in prompts] if self.options.deterministic else [prompts]:
+            self._runner.run(some, batch)
+        self._runner.run(rows, batch)
+        self._read(self._may_wait)
+
+    @property
+    def _may_wait(self) -> int:
+        """How many steps may be unread while the next one is submitted."""
+        return 1 if self.options.async_steps and not any(batch.at_once for batch in self._inflight) else 0
+
+    def _read(self, left: int) -> None:
+        """Reads the oldest steps, until `left` of them are left."""
+        while len(self._inflight) > left:
             self._read_oldest()
 
     def _settle(self) -> bool:
         """Reads all that is on its way; whether there was any."""
         waiting = bool(self._inflight)
-        while self._inflight:
-            self._read_oldest()
+        self._read(0)
         return waiting
 
     def _read_oldest(self) -> None:
@@ -298,6 +315,9 @@ class Engine:
             entry = entries.popleft()
             if entry.request.finished:
                 continue  # computed beyond its end, or aborted
+            if entry.settle is not None:
+                entries.extendleft(reversed(entry.settle()))
+                continue
             try:
                 output = self._take(entry)
             except BaseException as cause:

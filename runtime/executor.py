@@ -21,11 +21,15 @@ from ..passes.program import (
     Program,
     depth_mode_input,
 )
+from .blocks import BlockPlan, padding, run_round
 from .compiler import PieceCompiler
+from .flights import FlightPlan, run_step
 from .kv_pool import KVPool
 from .options import Drafting
 from .plan import CAPTURE, CONSUME, DENSE, ProgramKind, RowPlan, padding_plan
 from .reference_store import ReferenceStore
+from .sampler import Drawn
+from .seats import SeatTable
 
 Environment = dict[str, torch.Tensor]
 Given = ParamSpec("Given")
@@ -63,7 +67,7 @@ class Executor:
         if program.sparse and store is None:
             raise ValueError("this program captures and consumes: it needs a reference store")
         self.program = program
-        self.device = pool.device
+        self.device, self.store = pool.device, store
         self.compiler = compiler or PieceCompiler(enabled=False)
         cutter = Cutter()
         self.variants = {
@@ -147,12 +151,22 @@ class Executor:
         return self._tail([prologue, *bodies[: plan.loops], *tail], self._environment(plan), plan, op)
 
     @torch.no_grad()
+    def round(self, plan: BlockPlan) -> Drawn:
+        """A whole round of blocks in which every choice is the largest score."""
+        return run_round(self, plan)
+
+    @torch.no_grad()
+    def step(self, plan: FlightPlan) -> Drawn:
+        """A step of pipelines in which every choice is the largest score."""
+        return run_step(self, plan, fuse=self.compiler.fuse)
+
+    @torch.no_grad()
     @_selections_beside
     def advance(self, plan: RowPlan, captures: tuple[bool, ...] | None = None) -> torch.Tensor:
         """Takes rows, several of a sequence among them, `plan.loops` bodies on from their own depths.
 
         The logits of `plan.logit_rows` are those of the whole model for rows that finish, and drafts for rows that have
-        begun; no other rows may be asked for. captures: as in `decode`.
+        begun, and without meaning for others. captures: as in `decode`.
         """
         captures = self.captures_at(plan) if captures is None else captures
         return self._some_loops(plan, captures, pipeline=True)
@@ -171,7 +185,7 @@ class Executor:
     def warm_up(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         loops: int | None = None,
         drafting: Drafting | None = None,
@@ -182,34 +196,53 @@ class Executor:
         counts = self.compiler.one_of_each_kind({1, *rows})
         prompts = self.compiler.one_of_each_kind((1, 2, self.compiler.few_rows + 1))
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]
-        plans = [(self.prefill, padding_plan(block_table, count, "dense")) for count in prompts]
+        plans = [(self.prefill, padding_plan(seats.block_table, count, "dense")) for count in prompts]
+        flights: list[Callable[[], object]] = []
         if drafting is not None:
-            plans += self._drafting_plans(rows, block_table, kinds, drafting)
+            plans += self._drafting_plans(rows, seats, kinds, drafting)
+            flights = self._flights(rows, seats, drafting) if drafting.pipeline else []
         elif loops is None:
             plans += [
-                (self.decode, padding_plan(block_table, count, kind)) for count in counts for kind in kinds
+                (self.decode, padding_plan(seats.block_table, count, kind))
+                for count in counts
+                for kind in kinds
             ]
-        steps: list[Callable[[], object]] = [partial(run, plan) for run, plan in plans]
+        steps: list[Callable[[], object]] = [*(partial(run, plan) for run, plan in plans), *flights]
         if loops is None:
             return steps
         for count in counts:
-            plan = padding_plan(block_table, count, "mixed", loops=loops)
+            plan = padding_plan(seats.block_table, count, "mixed", loops=loops)
             steps += [partial(self.decode, plan, captures) for captures in self.capture_choices(loops, kinds)]
         return steps
+
+    def _flights(
+        self, rows: Sequence[int], seats: SeatTable, drafting: Drafting
+    ) -> list[Callable[[], object]]:
+        """Steps of one request and of two: what compiles for two serves more."""
+        pages, most = seats.block_table.shape[1], max(rows, default=0)
+        return [
+            partial(
+                self.step,
+                padding(
+                    FlightPlan, seats, self.store, pages, (count, drafting.rows), drafting.loops, "dense", 0
+                ),
+            )
+            for count in range(1, min(most, 2) + 1)
+        ]
 
     def _drafting_plans(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         drafting: Drafting,
     ) -> list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]]:
-        lines, loops = block_table.shape[0] * drafting.rows, drafting.loops
+        lines, loops = seats.carry_lines, drafting.loops
         plans: list[tuple[Callable[[RowPlan], torch.Tensor], RowPlan]] = []
         most = max(rows, default=0) * drafting.rows
         for count in self.compiler.one_of_each_kind({1, *range(1, most + 1)}):
             for kind in kinds:
-                plan = padding_plan(block_table, count, kind, loops=loops, carry_lines=lines)
+                plan = padding_plan(seats.block_table, count, kind, loops=loops, carry_lines=lines)
                 if drafting.pipeline:
                     plans.append((self.advance, plan))
                 else:

@@ -11,25 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
+from .blocks import BlockPlan, DevicePlan, padding
 from .executor import Executor
+from .flights import FlightPlan
 from .options import Drafting
 from .plan import ProgramKind, RowPlan, padding_plan
+from .reference_store import ReferenceStore
+from .sampler import Drawn
+from .seats import SeatTable
 
 LEAST_KEYS = 1024  # the narrowest block table of a bucket, in keys
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-Run = Literal["decode", "draft", "verify", "advance"]  # methods of an executor
+Out = TypeVar("Out")
+Run = Literal["decode", "draft", "verify", "advance", "round", "step"]  # methods of an executor
 
 
 @dataclass(frozen=True)
 class BucketKey:
     """What a graph was captured for. captures: per body of a run of rows at any depth; () for others. heads: False for
-    drafts that nobody wants.
+    drafts that nobody wants. width: rows of each block of a round, whose `rows` are blocks.
     """
 
     rows: int
@@ -39,6 +45,7 @@ class BucketKey:
     captures: tuple[bool, ...] = ()
     run: Run = "decode"
     heads: bool = True
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,15 @@ class Bucket:
     graph: torch.cuda.CUDAGraph
     plan: RowPlan
     logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RoundBucket:
+    """The same for a round of blocks or a step of pipelines, acceptance included: it leaves what was drawn."""
+
+    graph: torch.cuda.CUDAGraph
+    plan: DevicePlan
+    drawn: Drawn
 
 
 class GraphExecutor:
@@ -61,6 +77,7 @@ class GraphExecutor:
         self.page_size = page_size
         self.row_buckets = tuple(sorted(rows))
         self.buckets: dict[BucketKey, Bucket] = {}
+        self.round_buckets: dict[BucketKey, RoundBucket] = {}
         self._memory = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     @property
@@ -88,6 +105,14 @@ class GraphExecutor:
         """As `Executor.advance`; the logits are overwritten by the next run."""
         return self._replay("advance", plan)
 
+    def round(self, plan: BlockPlan) -> Drawn:
+        """As `Executor.round`; what was drawn is overwritten by the next run."""
+        return self._replay_round("round", plan)
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        """As `Executor.step`; what was drawn is overwritten by the next run."""
+        return self._replay_round("step", plan)
+
     def save(self, seat: int) -> tuple[torch.Tensor, ...]:
         """As `Executor.save`."""
         return self.inner.save(seat)
@@ -106,6 +131,20 @@ class GraphExecutor:
         self._fill(bucket.plan, plan)
         bucket.graph.replay()
         return bucket.logits[: plan.logit_rows.shape[0]]
+
+    def _replay_round(self, run: Run, plan: DevicePlan) -> Drawn:
+        rows = self._rows(plan.blocks)
+        if rows is None:
+            return getattr(self.inner, run)(plan)
+        pages = self._pages(plan.max_length, plan.block_table.shape[1])
+        key = BucketKey(rows, plan.kind, pages, plan.loops, run=run, width=plan.width)
+        bucket = self.round_buckets.get(key) or self.capture_round(key, plan.seats, plan.store)
+        bucket.plan.fill(plan)
+        bucket.graph.replay()
+        drawn = bucket.drawn
+        assert drawn.flags is not None
+        count = drawn.flags.shape[0] // rows * plan.blocks
+        return Drawn(drawn.tokens[:count], drawn.logprobs[:count], flags=drawn.flags[:count])
 
     def key(self, plan: RowPlan, run: Run = "decode") -> BucketKey | None:
         """The bucket of a decode plan; None for one with more rows than the largest."""
@@ -131,16 +170,30 @@ class GraphExecutor:
         table = block_table[:, : key.pages]
         reach = key.pages * self.page_size
         plan = padding_plan(table, key.rows, key.kind, reach, key.loops, carry_lines, key.heads)
+        graph, logits = self._captured(partial(self._run, key, plan), device)
+        self.buckets[key] = Bucket(graph, plan, logits)
+        return self.buckets[key]
+
+    def capture_round(self, key: BucketKey, seats: SeatTable, store: ReferenceStore | None) -> RoundBucket:
+        """As `capture`, of a round or a step over padding."""
+        assert key.loops is not None
+        reach = key.pages * self.page_size
+        made = BlockPlan if key.run == "round" else FlightPlan
+        plan = padding(made, seats, store, key.pages, (key.rows, key.width), key.loops, key.kind, reach)
+        graph, drawn = self._captured(partial(getattr(self.inner, key.run), plan), seats.device)
+        self.round_buckets[key] = RoundBucket(graph, plan, drawn)
+        return self.round_buckets[key]
+
+    def _captured(self, run: Callable[[], Out], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Out]:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._run(key, plan)
+            run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._run(key, plan)
-        self.buckets[key] = Bucket(graph, plan, logits)
-        return self.buckets[key]
+            made = run()
+        return graph, made
 
     def _run(self, key: BucketKey, plan: RowPlan) -> torch.Tensor:
         if key.run in ("draft", "verify"):
@@ -173,39 +226,68 @@ class GraphExecutor:
         """As `keys`, of the runs of self-speculation; what `verify` reads is there when `draft` has run."""
         most, loops = max(rows, default=0), drafting.loops
         more = self.keys(range(1, most * drafting.rows + 1), table_pages, kinds)
-        if drafting.pipeline:
-            several = {replace(key, kind="mixed", loops=loops, run="advance") for key in more}
-            found = [
-                replace(key, captures=one)
-                for key in several
-                for one in self.inner.capture_choices(loops, kinds)
-            ]
-            return sorted(found, key=lambda key: (-key.rows, -key.pages))
-        heads = (True, False) if drafting.rows > 1 else (False,)
         first = self.keys(range(1, most + 1), table_pages, kinds)
+        if drafting.pipeline:
+            return self._pipeline_keys(first, more, kinds, drafting)
+        heads = (True, False) if drafting.rows > 1 else (False,)
+        widths = range(drafting.rows, 0 if drafting.adaptive else drafting.rows - 1, -1)
         return [
+            *(replace(key, loops=loops, run="round", width=width) for key in first for width in widths),
             *(replace(key, loops=loops, run="draft", heads=one) for key in first for one in heads),
             *(replace(key, loops=self.loops - loops, run="verify") for key in more),
         ]
 
+    def _pipeline_keys(
+        self,
+        first: Sequence[BucketKey],
+        more: Sequence[BucketKey],
+        kinds: Sequence[ProgramKind],
+        drafting: Drafting,
+    ) -> list[BucketKey]:
+        """Rows may be at any depth, as far as the host knows: they capture wherever one of them may."""
+        loops = drafting.loops
+        choices = {(False,) * loops}
+        if any(kind != "dense" for kind in kinds):
+            choices.add(tuple(map(any, zip(*self.inner.capture_choices(loops, kinds), strict=True))))
+        advances = {
+            replace(key, kind="mixed", loops=loops, run="advance", captures=one)
+            for key in more
+            for one in choices
+        }
+        steps = {
+            replace(
+                key,
+                kind="dense" if key.kind == "dense" else "mixed",
+                loops=loops,
+                run="step",
+                width=drafting.rows,
+            )
+            for key in first
+        }
+        return sorted({*advances, *steps}, key=lambda key: (-key.rows * key.width, -key.pages))
+
     def warm_up(
         self,
         rows: Sequence[int],
-        block_table: torch.Tensor,
+        seats: SeatTable,
         kinds: Sequence[ProgramKind],
         loops: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[Callable[[], object]]:
         """As `Executor.warm_up`: the prompts, and every bucket of these rows."""
-        pages, lines = block_table.shape[1], block_table.shape[0]
+        pages = seats.block_table.shape[1]
         if drafting is None:
             keys = self.keys(rows, pages, kinds, loops)
         else:
-            keys, lines = self.draft_keys(rows, pages, kinds, drafting), lines * drafting.rows
-        return [
-            *self.inner.warm_up((), block_table, ()),
-            *(partial(self.capture, key, block_table, lines) for key in keys if key not in self.buckets),
-        ]
+            keys = self.draft_keys(rows, pages, kinds, drafting)
+        steps: list[Callable[[], object]] = self.inner.warm_up((), seats, ())
+        for key in keys:
+            if key.run in ("round", "step"):
+                if key not in self.round_buckets:
+                    steps.append(partial(self.capture_round, key, seats, self.inner.store))
+            elif key not in self.buckets:
+                steps.append(partial(self.capture, key, seats.block_table, seats.carry_lines))
+        return steps
 
     def _rows(self, count: int) -> int | None:
         return next((rows for rows in self.row_buckets if rows >= count), None)

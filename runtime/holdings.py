@@ -37,7 +37,7 @@ class Holdings:
 
     def missing_pages(self, request: Request) -> int:
         """Pages that the request needs for its whole prompt and for its next rows, beyond those it holds."""
-        tokens = max(request.prompt_length, request.computed) + self.rows
+        tokens = max(request.prompt_length, request.computed) + request.ahead + self.rows
         return self.pool.spec.pages_for(min(tokens, request.max_length)) - len(request.pages)
 
     def has_pages(self, request: Request, headroom: int = 0) -> bool:

@@ -27,6 +27,7 @@ class EngineMetrics:
     prompt_tokens: int  # of all requests that came
     tokens_generated: int
     rounds: int  # of speculation, summed over requests; see RequestMetrics
+    waiting_rounds: int
     drafted_tokens: int
     accepted_tokens: int
     round_tokens: int
@@ -49,7 +50,7 @@ class EngineMetrics:
         return self.round_tokens / self.rounds if self.rounds else None
 
 
-_ROUNDS = ("rounds", "drafted_tokens", "accepted_tokens", "round_tokens")
+_ROUNDS = ("rounds", "waiting_rounds", "drafted_tokens", "accepted_tokens", "round_tokens")
 _SUMMED = ("prompt_tokens", "new_tokens", "cached_tokens", "keys_read", "keys_dense", *_ROUNDS)
 
 

@@ -15,8 +15,8 @@ FIXED_ROWS = 256  # decode rows of one run whose bits can be kept from depending
 class Drafting:
     """Self-speculation: up to `rows` rows of a request are under way at once, drafted with the first `loops` bodies.
 
-    adaptive: a block has one row more than the rounds before it gave tokens. pipeline: rows at several depths instead
-    of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
+    adaptive: a block has one row more than the rounds before the last one gave tokens. pipeline: rows at several depths
+    instead of blocks; `rows` must be as many as a row takes steps of `loops` bodies.
     """
 
     loops: int
@@ -45,6 +45,10 @@ class EngineOptions:
     prefill_chunk: int = 256  # rows of one prompt in one step
     dense_below: int = 0  # decode rows with fewer visible keys run dense
     sites: Sequence[SiteLike] = ()  # of the program, for the count of keys read
+    # Of those, the sites of each body, with the ones before the loop in the first, and the ones behind the loop, which
+    # drafts go through as well.
+    body_sites: Sequence[Sequence[SiteLike]] = ()
+    last_sites: Sequence[SiteLike] = ()
     retention: Retention | None = None  # the largest of any layer; None runs everything dense
     async_steps: bool = False  # submit a step before the tokens of the last one are read
     loops_per_step: int | None = (
@@ -79,13 +83,12 @@ class EngineOptions:
             )
 
     def _check_drafting(self) -> None:
-        for name, off in (("async_steps", False), ("loops_per_step", None)):
-            value = getattr(self, name)
-            if value != off:
-                raise ValueError(
-                    f"{name}={value} cannot be combined with drafting={self.drafting}: a round ends with all its "
-                    f"tokens read; pass {name}={off}"
-                )
+        assert self.drafting is not None
+        if self.loops_per_step is not None:
+            raise ValueError(
+                f"loops_per_step={self.loops_per_step} cannot be combined with drafting={self.drafting}, which says "
+                "which loops run; pass loops_per_step=None"
+            )
 
     def check_loops(self, loops: int) -> None:
         """Raises ValueError unless a program whose body repeats `loops` times can run what these options ask for."""

@@ -9,61 +9,138 @@ The oldest row finishes and gives the next token of the request. If that is what
 goes on; otherwise the rows behind it are given up and the pipeline begins again with the right token. The youngest row
 has been through the first loops, and the model's own head drafts the token of the row that begins with the next step.
 
-Row p of a request has line p modulo the number of rows: there it keeps what it carries, and its slot.
-
-What a pipeline is can always be had again from its tokens (`Flight.rows`): rows that were lost, by a failed run or a
-suspension, are run again up to their depths.
+All of it is on the device (`runtime/flights.py`), so a step can be submitted before the host has read the one before.
+What rows carry does not survive a failed run or a suspension; but what a pipeline is can always be had again from its
+tokens: its rows are run again up to their depths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from sparse_compile.runtime.plan import Segment
-from sparse_compile.runtime.request import Request, RequestState
+from sparse_compile.runtime.choices import Trip, accept_or_draw, generators_kept
+from sparse_compile.runtime.flights import (
+    BEGUN,
+    DRAFTED,
+    ENDED,
+    FORESEEN,
+    ROWS,
+    Flight,
+    FlightPlan,
+    run_again,
+    run_step,
+)
+from sparse_compile.runtime.request import Request
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
-from sparse_compile.runtime.sampler import Drawn, best, draw, largest, processed
+from sparse_compile.runtime.sampler import Drawn, best, largest, processed, race
 from sparse_compile.runtime.scheduler import Work
-from sparse_compile.runtime.speculation import Speculator, accept_or_draw, check_logits, generators_kept
-
-if TYPE_CHECKING:
-    pass
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row under way. token: int32 [1], on the device. chance: [1, vocab], what a drawn draft was drawn from."""
-
-    position: int
-    token: torch.Tensor
-    chance: torch.Tensor | None = None
-    depth: int = 0  # bodies behind it
+from sparse_compile.runtime.speculation import Speculator
 
 
 @dataclass
-class Flight:
-    """The rows of a request, the oldest first; the last may not have begun."""
+class Course:
+    """The pipeline of a request, as far as the host knows it: as it was when the last step was read."""
 
-    rows: list[Row] = field(default_factory=list)
+    aloft: bool = False  # a step was submitted
+    count: int = 1  # rows under way
+    age: int = 0  # steps that the oldest of them has behind it
     afloat: bool = True  # what the rows carry, their keys and their references are where they should be
-
-
-@dataclass
-class Stage:
-    """One request in one step."""
-
-    request: Request
-    rows: list[Row]
-    first: int = 0  # its first row in the run
-    logits: int = 0  # its first row of logits
+    chances: torch.Tensor | None = None  # [lines, vocab]: what the tokens of rows were drawn from
 
     @property
-    def live(self) -> bool:
-        return self.request.state is RequestState.RUNNING
+    def lost(self) -> bool:
+        return self.aloft and not self.afloat
+
+
+class FlightChoices:
+    """Tokens of a step with requests that choose for themselves, or whose scores are kept."""
+
+    def __init__(self, trips: Sequence[Trip], lines: int) -> None:
+        self.trips, self.lines = trips, lines
+
+    def decide(self, logits: torch.Tensor, flight: Flight) -> Drawn:
+        """As `FlightChooser.decide`."""
+        drawn = largest(logits)
+        for trip in self.trips:
+            params = trip.request.params
+            if trip.live and (params.own_choice or params.keeps_scores) and self._ends(trip):
+                try:
+                    self._decide(trip, logits[trip.number : trip.number + 1], flight, drawn)
+                except Exception as error:
+                    drawn.errors[trip.number] = error
+        return drawn
+
+    def propose(self, logits: torch.Tensor, flight: Flight, may_draft: torch.Tensor) -> torch.Tensor:
+        """As `FlightChooser.propose`. A processor that raises keeps its request from drafting: it will be asked again
+        if there is to be such a token.
+        """
+        drawn = largest(logits)
+        for trip in self.trips:
+            if not trip.live or not trip.request.params.own_choice or not self._begins(trip):
+                continue
+            try:
+                token = self._draft(trip, logits[trip.number : trip.number + 1], flight)
+            except Exception:
+                may_draft[trip.number].fill_(False)
+                continue
+            drawn.tokens[trip.number : trip.number + 1].copy_(token[0])
+        return drawn.tokens
+
+    def _ends(self, trip: Trip) -> bool:
+        """Whether the oldest row may end; a processor is only asked where it does."""
+        course = course_of(trip.request)
+        return trip.request.params.processor is None or course.age + 1 == self.lines
+
+    def _begins(self, trip: Trip) -> bool:
+        """Whether the youngest row may begin, with room behind it."""
+        request, course = trip.request, course_of(trip.request)
+        if self.lines == 1 or request.params.processor is None:
+            return self.lines > 1
+        return course.age + 1 == course.count and request.computed + course.count < request.max_length - 1
+
+    def _decide(self, trip: Trip, logits: torch.Tensor, flight: Flight, drawn: Drawn) -> None:
+        request, params = trip.request, trip.request.params
+        scores = processed(request, logits, request.length)
+        if params.keeps_scores:
+            drawn.kept[trip.number] = logits[0].clone(), scores[0].clone()
+        if not params.own_choice:
+            return
+        logs = scores.log_softmax(dim=-1)
+        token = best(logs)
+        if params.do_sample:
+            luck, chances = trip.luck(1, scores), self._chances(request, scores)
+            mine = slice(trip.number, trip.number + 1)
+            behind = (flight.position[mine] + 1) % self.lines
+            drafted = flight.size[mine, None] > 1
+            proposal = torch.where(drafted, chances.index_select(0, behind), 0)
+            draft = torch.where(drafted, flight.tokens[mine, min(1, self.lines - 1), None], 0)
+            token = accept_or_draw(logs.exp(), draft, proposal, luck.keeps, luck.finals)
+        drawn.put(trip.number, token[0], logs)
+
+    def _draft(self, trip: Trip, logits: torch.Tensor, flight: Flight) -> torch.Tensor:
+        request, params = trip.request, trip.request.params
+        # Where there is a processor to be told, all steps are read, and this is right.
+        at = request.computed + course_of(request).count
+        scores = processed(request, logits, at)
+        token = best(scores)
+        if params.do_sample:
+            chance, chances = scores.softmax(dim=-1), self._chances(request, scores)
+            mine = slice(trip.number, trip.number + 1)
+            chances.index_copy_(0, (flight.position[mine] + flight.size[mine]) % self.lines, chance)
+            token = race(chance, trip.luck(1, scores).drafts)
+        if params.processor is not None:
+            request.note(token[0], at)
+        return token
+
+    def _chances(self, request: Request, scores: torch.Tensor) -> torch.Tensor:
+        course = course_of(request)
+        if course.chances is None:
+            course.chances = scores.new_zeros(self.lines, scores.shape[1])
+        return course.chances
 
 
 class Pipelines(Speculator):
@@ -72,190 +149,85 @@ class Pipelines(Speculator):
     def run(self, works: Sequence[Work], batch: Batch) -> None:
         """A step of each request. Whatever passes through leaves them as they were, with rows to be run again."""
         requests = [work.request for work in works]
+        trips = [Trip(request, number) for number, request in enumerate(requests)]
+        courses = [course_of(request) for request in requests]
         try:
             with generators_kept(requests):
-                self._step(requests, batch)
+                lost = [one for one, course in zip(requests, courses, strict=True) if course.lost]
+                if lost:
+                    run_again(self.executor, self._plan(lost), self.check)
+                reader = TokenReader(self._submit(self._plan(requests), trips))
         except BaseException:
-            for request in requests:
-                if request.flight is not None:
-                    request.flight.afloat = False
+            for course in courses:
+                course.afloat = False
             raise
+        for trip in trips:
+            if trip.live:
+                self._file(trip, reader, batch)
 
-    def _step(self, requests: Sequence[Request], batch: Batch) -> None:
-        stages = [Stage(request, self._rows(request)) for request in requests]
-        for stage in stages:
-            if stage.request.flight is not None and not stage.request.flight.afloat:
-                self._again(stage)
-        logits = self._advance(stages)
-        finals = [stage for stage in stages if self._ends(stage.rows[0])]
-        reader = self._finish(finals, logits) if finals else None
-        foreseen = {}
-        for number, stage in enumerate(finals):
-            assert reader is not None
-            foreseen[stage.request.id] = reader.flag(number)
-        drafts = {
-            stage.request.id: self._draft(stage, logits)
-            for stage in stages
-            if stage.live and foreseen.get(stage.request.id, True) and self._drafts(stage)
-        }
-        for stage in finals:
-            if stage.live and not foreseen[stage.request.id]:
-                self._give_up(stage.request, stage.rows[1:])
-        for stage in stages:
-            if stage.live:
-                self._move(stage, drafts.get(stage.request.id), foreseen.get(stage.request.id, True))
-        for number, stage in enumerate(finals):
-            if stage.live and reader is not None:
-                self._commit(stage, reader, number, foreseen[stage.request.id], batch)
+    def _plan(self, requests: Sequence[Request]) -> FlightPlan:
+        rows = self.drafting.rows
+        plan = self.plan(FlightPlan, [(request, rows, course_of(request).aloft) for request in requests])
+        return plan if plan.kind == "dense" else replace(plan, kind="mixed")
 
-    # ------------------------------------------------------------------ rows
-
-    def _rows(self, request: Request) -> list[Row]:
-        """The rows that run in this step: those under way, or the first of a pipeline that begins."""
-        if request.flight is not None and request.flight.rows:
-            return list(request.flight.rows)
-        known = torch.tensor([request.tokens[request.computed]], dtype=torch.int32, device="cpu")
-        return [Row(request.computed, known.to(self.plans.seats.device))]
-
-    def _ends(self, row: Row) -> bool:
-        return row.depth + self.drafting.loops >= self.scheduler.loops
-
-    def _drafts(self, stage: Stage) -> bool:
-        """Whether the youngest row begins now, and a row behind it could still give a token."""
-        youngest = stage.rows[-1]
-        room = youngest.position + 2 < stage.request.max_length
-        return not youngest.depth and not self._ends(youngest) and room
-
-    def _line(self, row: Row) -> int:
-        return row.position % self.drafting.rows
-
-    def _segment(self, request: Request, row: Row, wants_logits: bool) -> Segment:
-        return self.scheduler.row(request, row.position, self._line(row), wants_logits, row.depth)
-
-    def _renew(self, rows: Sequence[tuple[Request, Row]]) -> None:
-        self.scheduler.renew([(request, self._line(row), row.position) for request, row in rows])
-
-    # ------------------------------------------------------------------ runs
-
-    def _submit(self, segments: Sequence[Segment], rows: Sequence[Row]) -> torch.Tensor:
-        tokens = torch.cat([row.token for row in rows])
-        plan = self.plans.build(segments, loops=self.drafting.loops, tokens=tokens)
-        self.check(plan)
-        logits = self.executor.advance(plan)
-        check_logits(logits, plan)
-        return logits
-
-    def _advance(self, stages: Sequence[Stage]) -> torch.Tensor:
-        """All rows of all requests, each some loops on; logits of the oldest where it ends, of the youngest's draft."""
-        self._renew([(stage.request, row) for stage in stages for row in stage.rows if not row.depth])
-        segments: list[Segment] = []
-        count = 0
-        for stage in stages:
-            request, drafts = stage.request, self._drafts(stage)
-            stage.first, stage.logits = len(segments), count
-            for row in stage.rows:
-                wants = self._ends(row) or (drafts and row is stage.rows[-1])
-                segments.append(self._segment(request, row, wants))
-                count += wants
-        logits = self._submit(segments, [row for stage in stages for row in stage.rows])
-        if self.store is not None:
-            ended = [s for s in segments if s.sparse and s.loop + self.drafting.loops >= self.scheduler.loops]
-            self.store.captured(segment.lease for segment in ended if segment.lease is not None)
-        return logits
-
-    def _again(self, stage: Stage) -> None:
-        """Runs the rows of a request up to their depths, from their tokens; the layers behind the loop as well."""
-        request = stage.request
-        self._renew([(request, row) for row in stage.rows if row.depth])
-        for row in stage.rows:
-            for depth in range(0, row.depth, self.drafting.loops):
-                self._submit([self._segment(request, replace(row, depth=depth), not depth)], [row])
-        assert request.flight is not None
-        request.flight.afloat = True
+    def _submit(self, plan: FlightPlan, trips: Sequence[Trip]) -> Drawn:
+        if any(trip.chooses for trip in trips):
+            drawn = run_step(self.executor, plan, FlightChoices(trips, self.drafting.rows), self.check)
+        else:
+            drawn = self.executor.step(plan)
+        self.captured(plan, trips)
+        return drawn
 
     # ------------------------------------------------------------------ tokens
 
-    def _finish(self, stages: Sequence[Stage], logits: torch.Tensor) -> TokenReader:
-        """The next token of each request, by the whole model; flags: whether the draft foresaw it."""
-        places = torch.tensor([stage.logits for stage in stages], device="cpu").to(logits.device)
-        raw = logits.index_select(0, places)
-        drawn = largest(raw)
-        for number, stage in enumerate(stages):
-            params = stage.request.params
-            if stage.live and (params.own_choice or params.keeps_scores):
-                self._choose(stage, drawn, raw, number)
-        # A pipeline of one row has no draft to be compared with.
-        drafts = torch.cat([stage.rows[min(1, len(stage.rows) - 1)].token for stage in stages])
-        behind = torch.tensor([len(stage.rows) > 1 for stage in stages], device="cpu").to(logits.device)
-        drawn.flags = (drawn.tokens == drafts) & behind
-        return TokenReader(drawn)
+    def _file(self, trip: Trip, reader: TokenReader, batch: Batch) -> None:
+        """A step of a request is submitted. Nothing here may fail: it cannot be repeated any more."""
+        request, course = trip.request, course_of(trip.request)
+        course.aloft = course.afloat = True
+        request.submitted(least=0, most=1)
+        batch.at_once |= request.params.processor is not None
+        batch.entries.append(Entry(request, settle=partial(self._settle, trip, reader, batch)))
+
+    def _settle(self, trip: Trip, reader: TokenReader, batch: Batch) -> list[Entry]:
+        """The token that a step gave a request, if it gave one, now that it can be read."""
+        request, metrics, said = trip.request, trip.request.metrics, reader.number(trip.number)
+        request.settled(least=0, most=1)
+        metrics.rounds += bool(said & BEGUN)
+        metrics.waiting_rounds += bool(said & BEGUN) and self.waited(batch)
+        metrics.drafted_tokens += bool(said & DRAFTED)
+        self._follow(course_of(request), said)
+        if not said & ENDED:
+            return []
+        metrics.accepted_tokens += bool(said & FORESEEN)
+        self._charge(request, said)
+        request.computed += 1
+        error = reader.drawn.errors.get(trip.number)
+        request.ending |= error is not None
+        request.sampled(reader.drawn.tokens[trip.number : trip.number + 1])
+        return [Entry(request, reader=reader, row=trip.number, error=error, in_round=True)]
 
     @staticmethod
-    def _choose(stage: Stage, drawn: Drawn, raw: torch.Tensor, number: int) -> None:
-        request, params = stage.request, stage.request.params
-        try:
-            scores = processed(request, raw[number : number + 1], request.length)
-        except Exception as error:
-            drawn.errors[number] = error
+    def _follow(course: Course, said: int) -> None:
+        """What the device did to the rows under way."""
+        if said & ENDED and not said & FORESEEN:
+            course.count, course.age = 1, 0
             return
-        if params.keeps_scores:
-            drawn.kept[number] = raw[number].clone(), scores[0].clone()
-        if not params.own_choice:
-            return
-        logs = scores.log_softmax(dim=-1)
-        token = best(logs)
-        if params.do_sample:
-            behind = [row for row in stage.rows[1:2] if row.chance is not None]
-            chances = [row.chance for row in behind if row.chance is not None]
-            token = accept_or_draw(
-                logs.exp(), [row.token.long() for row in behind], chances, params.generator
-            )
-        drawn.put(number, token[0], logs)
+        gone = bool(said & FORESEEN)
+        course.count += bool(said & DRAFTED) - gone
+        course.age += 1 - gone
 
-    def _draft(self, stage: Stage, logits: torch.Tensor) -> Row | None:
-        """The row that begins with the next step; None where a processor raises, which will be asked again."""
-        request, params, youngest = stage.request, stage.request.params, stage.rows[-1]
-        row, chance = stage.logits + self._ends(stage.rows[0]), None
-        raw = logits[row : row + 1]
-        if params.own_choice:
-            try:
-                scores = processed(request, raw, youngest.position + 1)
-            except Exception:
-                return None
-            chance = scores.softmax(dim=-1) if params.do_sample else None
-            token = (best(scores) if chance is None else draw(chance, params.generator))[0]
-        else:
-            token = largest(raw).tokens
-        request.note(token, youngest.position + 1)
-        return Row(youngest.position + 1, token.to(torch.int32), chance)
+    def _charge(self, request: Request, said: int) -> None:
+        """The row that ended and, behind a wrong draft, those that are given up, as far as they have come."""
+        under_way = said // ROWS if not said & FORESEEN else 1
+        for number in range(under_way):
+            segment = self.scheduler.row(request, request.computed + number)
+            drafted = number + 1 < said // ROWS
+            loops = (self.drafting.rows - number) * self.drafting.loops if number else None
+            self.scheduler.counter.charge(request.metrics, segment, drafted, loops)
 
-    # ------------------------------------------------------------------ afterwards
 
-    def _move(self, stage: Stage, draft: Row | None, foreseen: bool) -> None:
-        """The pipeline as it is after the step: one row out, one in; or empty, behind a wrong draft."""
-        request, rows = stage.request, stage.rows
-        if rows[0].position == request.computed and not rows[0].depth:
-            request.metrics.rounds += 1
-        moved = [replace(row, depth=row.depth + self.drafting.loops) for row in rows]
-        if self._ends(rows[0]):
-            moved = moved[1:] if foreseen else []
-        if draft is not None:
-            request.metrics.drafted_tokens += 1
-            moved.append(draft)
-        request.flight = Flight(moved)
-
-    def _give_up(self, request: Request, rows: Sequence[Row]) -> None:
-        if self.store is None or not rows:
-            return
-        chain = [request.leases[self._line(row)] for row in rows]
-        rejected = torch.ones(1, len(chain), dtype=torch.bool, device=self.store.device)
-        self.store.invalidate([chain], rejected)
-
-    def _commit(self, stage: Stage, reader: TokenReader, number: int, foreseen: bool, batch: Batch) -> None:
-        request, error = stage.request, reader.drawn.errors.get(number)
-        batch.entries.append(Entry(request, reader=reader, row=number, error=error, in_round=True))
-        request.ending = error is not None
-        request.computed += 1
-        request.sampled(reader.drawn.tokens[number : number + 1])
-        request.metrics.accepted_tokens += foreseen
-        self.scheduler.counter.charge(request.metrics, self._segment(request, stage.rows[0], True))
+def course_of(request: Request) -> Course:
+    """At first that of a row that is about to take off."""
+    if request.course is None:
+        request.course = Course()
+    return request.course

@@ -37,7 +37,6 @@ class Segment:
     lease: Lease | None = None
     wants_logits: bool = False  # the logits of the last row are needed
     loop: int = 0  # how many bodies the row has behind it
-    line: int = 0  # which of the rows of its sequence it is that are under way at once
 
     def __post_init__(self) -> None:
         if self.sparse and self.lease is None:
@@ -68,7 +67,7 @@ class RowPlan:
     logit_rows: torch.Tensor  # int64 [n]: rows whose logits are needed, in the order of the segments
     kind: ProgramKind  # the program variant that runs it: what all active rows are, or "mixed"
     max_length: int  # visible keys of the longest row, known to the host
-    leases: tuple[Lease, ...]  # of the sparse rows, in the order of the rows
+    leases: tuple[Lease, ...]  # of the rows that may be sparse
     chunks: tuple[Chunk, ...] = ()  # one per segment
     loops: int | None = None  # bodies to run from each row's depth on; None: the whole model, from its start
     depths: frozenset[int] = frozenset({0})  # row_loop of the active rows, known to the host
@@ -183,10 +182,9 @@ class RowPlan:
         sparse = self.row_mode == CONSUME
         _require(bool((sparse == (self.row_slot > 0)).all()), "exactly the sparse rows must have a slot")
         _require(bool((self.row_slot < slots).all()), f"row_slot must stay in {slots} slots")
-        _require(
-            self.row_slot[sparse].tolist() == [lease.slot for lease in self.leases],
-            "leases must match row_slot",
-        )
+        slots_used, leased = self.row_slot[sparse].tolist(), {lease.slot for lease in self.leases}
+        distinct = len(slots_used) == len(set(slots_used))
+        _require(distinct and leased >= set(slots_used), "each sparse row must have a leased slot of its own")
 
 
 _COLUMNS = 1 + len(RowPlan.ROW_FIELDS)
@@ -203,12 +201,8 @@ class PlanBuilder:
         segments: Sequence[Segment],
         pad_to: int = 0,
         loops: int | None = None,
-        tokens: torch.Tensor | None = None,
     ) -> RowPlan:
-        """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all.
-
-        tokens: those of all rows, int32 on the device, in place of the ones of the segments.
-        """
+        """The rows of `segments` one after the other, then inactive rows up to `pad_to` in all."""
         columns: list[tuple[int, ...]] = []  # ROW_FIELDS, then the token
         logit_rows: list[int] = []
         chunks: list[Chunk] = []
@@ -222,7 +216,7 @@ class PlanBuilder:
         columns.extend([(0,) * _COLUMNS] * (pad_to - len(columns)))
         return RowPlan(
             block_table=self.seats.block_table,
-            packed=self._pack(columns, any(FROM_DEVICE in segment.tokens for segment in segments), tokens),
+            packed=self._pack(columns, any(FROM_DEVICE in segment.tokens for segment in segments)),
             logit_rows=self._put(torch.tensor(logit_rows, dtype=torch.int64, device="cpu")),
             kind=_kind(segments),
             max_length=max((row[2] for row in columns), default=0),
@@ -236,19 +230,15 @@ class PlanBuilder:
     def _rows_of(self, segment: Segment) -> Iterator[tuple[int, ...]]:
         """The columns of each row: ROW_FIELDS, then the token."""
         slot, mode = (segment.lease.slot, CONSUME) if segment.sparse and segment.lease else (0, DENSE)
-        carry = self.seats.carry_line(segment.seat, segment.line)
+        carry = segment.seat  # its first line
         for token, (position, length) in zip(segment.tokens, segment.rows(), strict=True):
             yield segment.seat, position, length, segment.loop, slot, mode, carry, token
 
-    def _pack(
-        self, columns: list[tuple[int, ...]], from_device: bool, tokens: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _pack(self, columns: list[tuple[int, ...]], from_device: bool) -> torch.Tensor:
         table = torch.tensor(columns, dtype=torch.int32, device="cpu").reshape(-1, _COLUMNS)
         # A copy, so that the strides are those of a fresh tensor for one row too: compiled pieces are particular.
         packed = self._put(table.t().clone(memory_format=torch.contiguous_format))
-        if tokens is not None:
-            packed[-1].copy_(tokens)
-        elif from_device:
+        if from_device:
             known = self.seats.last_token[packed[0]].to(torch.int32)
             packed[-1] = torch.where(packed[-1] == FROM_DEVICE, known, packed[-1])
         return packed

@@ -28,6 +28,7 @@ import torch
 
 from sparse_compile.runtime.fences import CudaFence, Fence, ImmediateFence
 from sparse_compile.runtime.leases import Lease, OutOfSlots, Slot, SlotState, StalePlan, Ticket
+from sparse_compile.runtime.seats import to_device
 from sparse_compile.runtime.store_spec import StoreSpec
 
 __all__ = ["Lease", "OutOfSlots", "ReferenceStore", "SlotState", "StalePlan", "StoreSpec", "Ticket"]
@@ -125,17 +126,18 @@ class ReferenceStore:
         """
         return self.renew_all([lease], [row])[0]
 
-    def renew_all(self, leases: Sequence[Lease], rows: Sequence[int]) -> list[Lease]:
-        """`renew` for several at once. Nothing has changed when it raises."""
+    def renew_all(self, leases: Sequence[Lease], rows: Sequence[int], on_device: bool = False) -> list[Lease]:
+        """`renew` for several at once. Nothing has changed when it raises. on_device: `begin_rows` will say which rows
+        begin.
+        """
         slots = [self._current(lease) for lease in leases]
         for lease, slot in zip(leases, slots, strict=True):
             if slot.open_readers or not all(fence.done() for fence in slot.fences):
                 raise RuntimeError(
                     f"slot {lease.slot} is still read by others; retire it and acquire another"
                 )
-        self._clear(
-            [lease.slot for lease, slot in zip(leases, slots, strict=True) if slot.doubtful], valid=True
-        )
+        doubtful = [lease.slot for lease, slot in zip(leases, slots, strict=True) if slot.doubtful]
+        self._clear([] if on_device else doubtful, valid=True)
         for slot in slots:
             slot.fences.clear()
         return [self._lease(lease.slot, lease.request, row) for lease, row in zip(leases, rows, strict=True)]
@@ -221,11 +223,22 @@ class ReferenceStore:
             self._slots[lease.slot].doubtful = True
         numbers = [[lease.slot for lease in chain] + [0] * (width - len(chain)) for chain in chains]
         with self._on_stream():
-            table = self._numbers(numbers)
-            dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
-            hit = torch.where(dead, table, 0).flatten()  # the rest hit the dummy slot, which is never valid
-            self.valid.index_fill_(0, hit, False)
-            self.count.index_fill_(0, hit, 0)
+            self.clear_rejected(self._numbers(numbers), rejected)
+
+    def clear_rejected(self, slots: torch.Tensor, rejected: torch.Tensor) -> None:
+        """The part of `invalidate` that the device does, for runs whose rows the host does not know: on the current
+        stream, and without a look at leases. slots: int64 [B, K], 0 for none; rejected: bool [B, K].
+        """
+        dead = rejected.to(torch.int32).cumsum(-1) > 0  # [B, K]: those behind a rejected row as well
+        hit = torch.where(dead, slots, 0).flatten()  # the rest hit the dummy slot, which is never valid
+        self.valid.index_fill_(0, hit, False)
+        self.count.index_fill_(0, hit, 0)
+
+    def begin_rows(self, slots: torch.Tensor, beginning: torch.Tensor) -> None:
+        """The part of `renew` that the device does, likewise. slots: int64 [T], each once or 0; beginning: bool [T]."""
+        beginning = beginning & (slots > 0)
+        self.valid.index_copy_(0, slots, self.valid[slots] | beginning)
+        self.count.index_fill_(0, torch.where(beginning, slots, 0), 0)
 
     def alive(self, row_slot: torch.Tensor) -> torch.Tensor:
         """bool [T] on the device: whether each row's slot is leased and has not been invalidated. row_slot:
@@ -283,7 +296,7 @@ class ReferenceStore:
             self.valid.index_fill_(0, rows, valid)
 
     def _numbers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

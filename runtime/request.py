@@ -13,7 +13,7 @@ from sparse_compile.runtime.leases import Lease
 from sparse_compile.runtime.seats import to_device
 
 if TYPE_CHECKING:
-    from sparse_compile.runtime.pipelines import Flight
+    from sparse_compile.runtime.pipelines import Course
     from sparse_compile.runtime.suspension import Saved
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
@@ -30,7 +30,8 @@ class SamplingParams:
     With speculation, processors are asked at drafted positions too, twice for some, and once more when a round fails:
     they must depend on nothing but what they are given. With asynchronous steps the processor is asked before the host
     knows the last tokens (they are in `ids`, on the device), and once more than needed for a request that ends early;
-    what it then chooses is dropped.
+    what it then chooses is dropped. With speculation a processor needs to be told how many tokens there are: while such
+    a request runs, steps are synchronous.
     """
 
     max_new_tokens: int  # at least 1
@@ -78,6 +79,9 @@ class RequestMetrics:
     decode_keys_read: int = 0  # the rows of generated tokens alone
     decode_keys_dense: int = 0
     rounds: int = 0  # of speculation: blocks that were verified
+    waiting_rounds: int = (
+        0  # of those, with asynchronous steps: rounds that were read before the next step all the same
+    )
     drafted_tokens: int = 0  # that a draft head proposed
     accepted_tokens: int = 0  # drafted tokens that verification confirmed
     round_tokens: int = 0  # tokens that came out of rounds
@@ -118,7 +122,8 @@ class Request:
 
     `tokens` are those that the host knows; `length` counts those that are sampled but not read yet as well. The keys
     and values of the first `computed` are in the pool, or on their way there; the row of the next one has `loop`
-    bodies behind it.
+    bodies behind it. Tokens of rounds of speculation count when they are read: `length` and `computed` are then behind,
+    by `coming` at least and by `ahead` at most.
     """
 
     id: str
@@ -133,8 +138,13 @@ class Request:
     ending: bool = False  # its error is on the way out: no more rows
     computed: int = 0
     loop: int = 0
-    pace: float | None = None  # tokens per round of speculation, of late
-    flight: Flight | None = None  # its rows in a pipeline
+    rounds: int = 0  # of speculation that were submitted; steps of a pipeline
+    unread: int = 0  # of those, how many have not been read:
+    coming: int = 0  # their tokens at least
+    ahead: int = 0  # and at most
+    # Tokens per round of late, without and with the last round that was read.
+    paces: tuple[float | None, float | None] = (None, None)
+    course: Course | None = None  # its rows in a pipeline
     pages: list[int] = field(default_factory=list)
     seat: int = 0  # its line of the block table while it runs
     chain: int | None = None  # of its pages in the page cache; None: they are not filed
@@ -173,7 +183,12 @@ class Request:
     @property
     def has_rows(self) -> bool:
         """There is a token to compute: it is known how many there will be before any of them is read."""
-        return not self.ending and (not self.decoding or self.length < self.max_length)
+        return not self.ending and (not self.decoding or self.length + self.coming < self.max_length)
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens per round, without the last round: it may be unread, and blocks must not depend on that."""
+        return self.paces[1 if self.unread else 0]
 
     @property
     def finished(self) -> bool:
@@ -189,6 +204,15 @@ class Request:
         else:
             first = self.added_at + metrics.time_to_first_token_s
             metrics.time_per_token_s = (now - first) / (metrics.new_tokens - 1)
+
+    def submitted(self, least: int, most: int) -> None:
+        """A round of speculation that gives so many tokens at least and at most."""
+        self.rounds += 1
+        self.unread, self.coming, self.ahead = self.unread + 1, self.coming + least, self.ahead + most
+
+    def settled(self, least: int, most: int) -> None:
+        """It is read."""
+        self.unread, self.coming, self.ahead = self.unread - 1, self.coming - least, self.ahead - most
 
     # ------------------------------------------------------------------ ids on the device
 

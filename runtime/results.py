@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +37,10 @@ class TokenReader:
         self._fence.wait()
         return int(self._values[0, row]), float(self._values[1, row])
 
-    def flag(self, row: int) -> bool:
+    def number(self, row: int) -> int:
         """`Drawn.flags` of a row; there must be some."""
         self._fence.wait()
-        return bool(self._values[2, row])
+        return int(self._values[2, row])
 
 
 @dataclass
@@ -52,10 +53,13 @@ class Entry:
     row: int = 0  # of the reader
     error: Exception | None = None
     in_round: bool = False  # a token of a round of speculation
+    # In place of all these: a round whose tokens are not counted yet. Called when it is read; gives an entry for each.
+    settle: Callable[[], list[Entry]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """The results of a step that are not read yet."""
+    """The results of a step that are not read yet. at_once: they are read before the next step is submitted."""
 
     entries: deque[Entry]
+    at_once: bool = False

@@ -24,7 +24,7 @@ class Drawn:
     logprobs: torch.Tensor
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see `choose`
     errors: dict[int, Exception] = field(default_factory=dict)
-    flags: torch.Tensor | None = None  # [n], 0 or 1, for the reader; speculation says what they mean
+    flags: torch.Tensor | None = None  # [n] whole numbers for the reader; speculation says what they mean
 
     def put(self, row: int, token: torch.Tensor, logs: torch.Tensor) -> None:
         """Replaces the choice of a row. token: int64 [1]; logs: its log-probabilities, [1, vocab]."""
@@ -86,8 +86,12 @@ def draw(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor
 
     The largest of p / q with exponential q is distributed as p: an exponential race.
     """
-    noise = torch.empty_like(probs).exponential_(1, generator=generator)
-    return torch.div(probs, noise, out=noise).argmax(dim=-1, keepdim=True)
+    return race(probs, torch.empty_like(probs).exponential_(1, generator=generator))
+
+
+def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 1]: as `draw`, with the exponential noise [n, vocab] at hand."""
+    return torch.div(probs, noise).argmax(dim=-1, keepdim=True)
 
 
 def finish_reason(request: Request, scores: torch.Tensor | None) -> FinishReason | None:

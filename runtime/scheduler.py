@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from sparse_compile.runtime.accounting import KeyCounter
+from sparse_compile.runtime.blocks import BlockFacts
 from sparse_compile.runtime.holdings import Holdings
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.plan import FROM_DEVICE, Segment
@@ -58,7 +59,7 @@ class Scheduler:
     ) -> None:
         self.holdings, self.suspension, self.options = holdings, suspension, options
         self.loops, self.settle, self.fail = loops, settle, fail
-        self.counter = KeyCounter(options.sites)
+        self.counter = KeyCounter(options.sites, options.body_sites, options.last_sites)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.queue: list[Request] = []  # those that wait to run, or to run again, in order
         self.running: dict[str, Request] = {}
@@ -137,14 +138,13 @@ class Scheduler:
         return works
 
     def _decode_count(self, request: Request) -> int:
-        """Rows of a request that decodes: one, or a block that does not go beyond its last token."""
+        """Rows of a request that decodes: one, or a block. The device cuts off what goes beyond its last token."""
         drafting = self.options.drafting
         if drafting is None or drafting.pipeline:
             return 1
-        rows = min(drafting.rows, request.max_length - request.length)
         if drafting.adaptive and request.pace is not None:
-            rows = min(rows, math.ceil(request.pace) + 1)
-        return rows
+            return min(drafting.rows, math.ceil(request.pace) + 1)
+        return drafting.rows
 
     def _prompt_chunks(self) -> list[Work]:
         works, left = [], self.options.max_prefill_tokens
@@ -172,7 +172,8 @@ class Scheduler:
         request, start = work.request, work.request.computed
         decode, sparse = request.decoding, self._is_sparse(request, start)
         if sparse and not request.loop:
-            self.renew([(request, 0, start)])
+            assert self.holdings.store is not None
+            request.leases[0] = self.holdings.store.renew(request.leases[0], start)
         step = self.options.loops_per_step or self.loops
         tokens = request.tokens[start : start + work.rows]
         return Segment(
@@ -189,42 +190,37 @@ class Scheduler:
             loop=request.loop,
         )
 
-    def blocks(self, works: Sequence[Work]) -> list[list[Segment]]:
-        """The rows of a block of each request, under new incarnations of its leases; unknown tokens are FROM_DEVICE."""
-        self.renew([(w.request, line, w.request.computed + line) for w in works for line in range(w.rows)])
-        return [
-            [
-                self.row(work.request, work.request.computed + line, line, wants_logits=line + 1 < work.rows)
-                for line in range(work.rows)
-            ]
-            for work in works
-        ]
-
-    def row(self, request: Request, at: int, line: int, wants_logits: bool, loop: int = 0) -> Segment:
-        """A row of a request that has several under way, at position `at`, under its present lease."""
-        sparse = self._is_sparse(request, at)
-        return Segment(
-            tokens=request.tokens[at : at + 1] or [FROM_DEVICE],
-            start=at,
+    def block(self, request: Request, rows: int, aloft: bool) -> BlockFacts:
+        """What is known of the next rows of a request, under new incarnations of its leases. aloft: the device alone
+        knows where they begin.
+        """
+        start, store = request.computed, self.holdings.store
+        if store is not None:
+            lines = range(start, start + rows)
+            request.leases[:rows] = store.renew_all(request.leases[:rows], lines, on_device=True)
+        sparse = store is not None and self.options.retention is not None
+        return BlockFacts(
             seat=request.seat,
-            prefix_length=request.params.prefix_length,
-            decode=True,
-            sparse=sparse,
-            lease=request.leases[line] if sparse else None,
-            wants_logits=wants_logits,
-            loop=loop,
-            line=line,
+            start=FROM_DEVICE if aloft else start,
+            token=(request.tokens[start : start + 1] or [FROM_DEVICE])[0],
+            rows=rows,
+            end=request.max_length - 1,
+            sparse_from=self.options.dense_below if sparse else request.max_length,
+            turn=request.rounds % 2,
+            slots=tuple(lease.slot for lease in request.leases[:rows]),
         )
 
-    def renew(self, rows: Sequence[tuple[Request, int, int]]) -> None:
-        """New incarnations of leases. rows: (request, line, position of the row that it is for)."""
-        store = self.holdings.store
-        if store is None:
-            return
-        leases = [request.leases[line] for request, line, _ in rows]
-        renewed = store.renew_all(leases, [position for _, _, position in rows])
-        for (request, line, _), lease in zip(rows, renewed, strict=True):
-            request.leases[line] = lease
+    def row(self, request: Request, at: int) -> Segment:
+        """The row of a token that a request generated, as it is charged."""
+        sparse = self._is_sparse(request, at)
+        return Segment(
+            tokens=[FROM_DEVICE],
+            start=at,
+            seat=request.seat,
+            decode=True,
+            sparse=sparse,
+            lease=request.leases[0] if sparse else None,
+        )
 
     def _is_sparse(self, request: Request, position: int) -> bool:
         enabled = self.holdings.store is not None and self.options.retention is not None

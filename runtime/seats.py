@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+REACHED = 3  # entries of `SeatTable.reached` before the tokens
+
 
 class OutOfSeats(RuntimeError):  # noqa: N818 (an event of scheduling, not a mistake)
     """All seats are taken."""
@@ -21,7 +23,10 @@ class SeatTable:
     lines: rows of one seat that may be under way at once, each with a line of its own for what it carries.
 
     last_token holds the newest sampled token of each seat, so that the next step can be submitted before the host has
-    read it. Work is stream-ordered: a line that is rewritten is seen by later steps only.
+    read it. `reached` int64 [2, REACHED + lines, 1 + seats] is what a round of speculation leaves for the next one of
+    its seat, for rounds in turn: the position of the row that comes next, for pipelines how many rows are under way and
+    how many steps the first of them has behind it, then their tokens. Work is stream-ordered: a line that is rewritten
+    is seen by later steps only.
     """
 
     def __init__(self, seats: int, max_pages: int, device: torch.device | str, lines: int = 1) -> None:
@@ -31,6 +36,7 @@ class SeatTable:
         self.carry_lines = lines * (1 + seats)  # lines 0, 1 + seats, ... belong to the dummy
         self.block_table = torch.zeros(1 + seats, max_pages, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(1 + seats, dtype=torch.int64, device=device)
+        self.reached = torch.zeros(2, REACHED + lines, 1 + seats, dtype=torch.int64, device=device)
         self.device = self.block_table.device
         self._free = list(range(seats, 0, -1))
 
@@ -38,8 +44,8 @@ class SeatTable:
     def free_seats(self) -> int:
         return len(self._free)
 
-    def carry_line(self, seat: int, line: int) -> int:
-        """Where the `line`-th of the rows of `seat` keeps what it carries."""
+    def carry_line(self, seat: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
+        """Where the `line`-th of the rows of `seat` keeps what it carries; that of the first is `seat`."""
         return seat + line * (1 + self.seats)
 
     def take(self, pages: Sequence[int]) -> int:

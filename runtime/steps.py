@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_compile.runtime.blocks import check_logits
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.pipelines import Pipelines
 from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
@@ -18,7 +19,7 @@ from sparse_compile.runtime.request import Request, RequestState
 from sparse_compile.runtime.results import Batch, Entry, TokenReader
 from sparse_compile.runtime.sampler import choose, largest
 from sparse_compile.runtime.scheduler import Scheduler, Work
-from sparse_compile.runtime.speculation import Rounds, check_logits
+from sparse_compile.runtime.speculation import Rounds
 
 if TYPE_CHECKING:
     from sparse_compile.runtime.engine import Executor
@@ -48,7 +49,7 @@ class StepRunner:
         self.rounds: Rounds | Pipelines | None = None
         if self.options.drafting is not None:
             kind = Pipelines if self.options.drafting.pipeline else Rounds
-            self.rounds = kind(executor, store, scheduler, self.plans, self._check)
+            self.rounds = kind(executor, store, scheduler, self._check)
         self.failed_runs = 0
 
     def run(self, works: Sequence[Work], batch: Batch) -> None:

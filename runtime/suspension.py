@@ -32,6 +32,7 @@ class Saved:
     """What a suspended request needs to go on, beside what it still holds."""
 
     carried: tuple[torch.Tensor, ...] = ()  # of a row between two loops
+    reached: torch.Tensor | None = None  # `SeatTable.reached` of a pipeline, whose rows will be run again
     pages: tuple[torch.Tensor, ...] | None = (
         None  # k and v, [pages, planes, kv_heads, page_size, head_dim]; None: resident
     )
@@ -51,10 +52,9 @@ class Suspension:
     def suspend(self, request: Request) -> None:
         """RUNNING -> SUSPENDED, resident."""
         assert len(request.tokens) == request.length, "a token is still on its way"
+        assert not request.unread, "a round is still on its way"
         carried = self.executor.save(request.seat) if request.loop else ()
-        if request.flight is not None:
-            request.flight.afloat = False  # its rows will be run again
-        request.saved = Saved(carried)
+        request.saved = Saved(carried, self._leave_course(request))
         self.holdings.leave_seat(request)
         request.state = RequestState.SUSPENDED
 
@@ -70,7 +70,10 @@ class Suspension:
         if request.loop and store is not None and request.leases:
             slot = tuple(to_host(tensor) for tensor in store.contents(request.leases[0]))
         request.saved = Saved(
-            tuple(to_host(tensor) for tensor in saved.carried), save_pages(self.holdings.pool, pages), slot
+            tuple(to_host(tensor) for tensor in saved.carried),
+            None if saved.reached is None else to_host(saved.reached),
+            save_pages(self.holdings.pool, pages),
+            slot,
         )
         self.holdings.release(request)
 
@@ -85,8 +88,20 @@ class Suspension:
             self.holdings.store.fill(request.leases[0], saved.slot)
         if request.loop:
             self.executor.load(request.seat, saved.carried)
+        if saved.reached is not None:
+            self._reached(request).copy_(saved.reached, non_blocking=True)
         request.saved = None
         request.state = RequestState.RUNNING
+
+    def _leave_course(self, request: Request) -> torch.Tensor | None:
+        if request.course is None or not request.course.aloft:
+            return None
+        request.course.afloat = False
+        return self._reached(request).clone()
+
+    def _reached(self, request: Request) -> torch.Tensor:
+        """What the next step of its pipeline reads."""
+        return self.holdings.seats.reached[request.rounds % 2, :, request.seat]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     check_implementation(config, program, model)
     check_deterministic(config, program, model)
     check_loops(config, program)
-    check_speculation(config.speculation, program, config.loops_per_step, config.async_steps)
+    check_speculation(config.speculation, program, config.loops_per_step)
     config = settle_graphs(asked.cuda_graphs, config, program, model)
     engines = EngineFactory(model, config, program)
     if config.max_context is not None:
@@ -189,8 +189,7 @@ class EngineFactory:
         asked = chosen(speculation, self.config.speculation)
         check_rows(self.config, rows, asked, self.bodies)
         self.check_memory(rows, context, pool_tokens, speculation)
-        # Steps that are asynchronous by default become synchronous; those of a config that says so are refused before.
-        check_speculation(asked, self.program, self.config.loops_per_step, None)
+        check_speculation(asked, self.program, self.config.loops_per_step)
         with torch.inference_mode(False):  # an engine outlives the call that makes it
             return self._make(rows, context, pool_tokens, asked)
 
@@ -206,8 +205,10 @@ class EngineFactory:
             max_prefill_tokens=config.prefill_chunk,
             dense_below=config.dense_below,
             sites=self.program.sites,
+            body_sites=self.program.body_sites,
+            last_sites=self.program.last_sites,
             retention=self.program.retention,
-            async_steps=bool(config.async_steps) and speculation is None,
+            async_steps=bool(config.async_steps),
             drafting=speculation.drafting(self.bodies) if speculation is not None else None,
             loops_per_step=config.loops_per_step,
             prefix_caching=config.prefix_caching,

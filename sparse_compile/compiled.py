@@ -161,7 +161,7 @@ class CompiledModel:
         refuse_autocast(self.device)
         call = prepare_call(self.model, *args, **kwargs)
         asked = chosen(call.speculation, self.sparse_config.speculation)
-        check_speculation(asked, self.program, self.sparse_config.loops_per_step, None)
+        check_speculation(asked, self.program, self.sparse_config.loops_per_step)
         self._keeper.check(call.rows, call.context)
         check_positions(self.model, call.longest_prompt, call.new_tokens)
         return call
@@ -284,7 +284,7 @@ class CompiledModel:
         )
 
     def __repr__(self) -> str:
-        counts = self.report(contexts=()).counts
+        counts = self.program.counts()
         kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
         retention = self.sparse_config.key_retention if self.sparse_config.enabled else "off"
         return f"CompiledModel({type(self.model).__name__}, key_retention={retention}, {kinds})"

@@ -220,8 +220,6 @@ class SparseConfig:
     def for_device(self, kind: str) -> SparseConfig:
         """The same with every None that stands for a choice by device decided, for a device type such as "cuda"."""
         choices = _ON_CUDA if kind == "cuda" else _ELSEWHERE
-        if self.speculation is not None:
-            choices = choices | {"async_steps": False}
         made = replace(
             self, **{name: value for name, value in choices.items() if getattr(self, name) is None}
         )

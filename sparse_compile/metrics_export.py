@@ -27,6 +27,7 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens that were found in cached pages.",
     "steps": "Steps that were run.",
     "rounds": "Rounds of speculation, summed over requests.",
+    "waiting_rounds": "Rounds that were read before the next step, with asynchronous steps.",
     "drafted_tokens": "Tokens that were drafted.",
     "accepted_tokens": "Drafted tokens that were accepted.",
     "round_tokens": "Tokens that came out of rounds of speculation.",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from sparse_compile.compiled import CompiledModel
+    from sparse_compile.config import SparseConfig
     from sparse_compile.passes.program import Program, Site
 
 KINDS = ("dense", "capture", "consume")
@@ -84,6 +85,8 @@ class Report:
     retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
+    speculation: how the model drafts for itself, empty when it does not: "mode", "draft_loops", "rows" of a request at
+        once, "asynchronous", and "synchronous_for", the requests whose rounds are read at once all the same.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
         when neither is there.
     memory: bytes that the present engine holds by name, empty before the first generate.
@@ -105,6 +108,7 @@ class Report:
     dense_below: int
     implementation: str
     implementation_option: str
+    speculation: dict[str, Any]
     budget: dict[str, int]
     memory: dict[str, int]
 
@@ -139,6 +143,7 @@ class Report:
             "dense_below": self.dense_below,
             "implementation": self.implementation,
             "implementation_option": self.implementation_option,
+            "speculation": self.speculation,
             "budget": self.budget,
             "memory": self.memory,
         }
@@ -183,6 +188,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
             config.implementation, compiled.device.type, compiled.dtype, program.sites[0].head_dim
         ),
         implementation_option=config.implementation,
+        speculation=_speculation(config, program),
         budget=_budget(compiled),
         memory=_memory(compiled.engine),
     )
@@ -214,6 +220,20 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
             whole = min(whole, 2 * site.heads * kept * site.head_dim * item)
         sparse += whole
     return Reads(context, dense, sparse)
+
+
+def _speculation(config: SparseConfig, program: Program) -> dict[str, Any]:
+    asked = config.speculation
+    if asked is None:
+        return {}
+    asynchronous = bool(config.async_steps)
+    return {
+        "mode": asked.mode,
+        "draft_loops": asked.draft_loops,
+        "rows": asked.rows(program.loops),
+        "asynchronous": asynchronous,
+        "synchronous_for": "requests with a logits processor" if asynchronous else "all requests",
+    }
 
 
 def _budget(compiled: CompiledModel) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -24,12 +24,21 @@ def render(report: Report) -> Group:
     if report.reads:
         parts.append(_read_table(report))
     parts += [_roll(report), *_linears(report), _passes(report), _implementation(report)]
+    if report.speculation:
+        parts.append(_speculation(report.speculation))
     if report.budget:
         parts.append(_budget(report.budget))
     if report.memory:
         held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in report.memory.items())
         parts.append(Text(f"held by the engine: {held}"))
     return Group(*parts)
+
+
+def _speculation(asked: dict[str, Any]) -> Text:
+    return Text(
+        f"speculation: {asked['mode']}, drafts with {asked['draft_loops']} loops, {asked['rows']} rows of a request at "
+        f"once; rounds are synchronous for {asked['synchronous_for']}"
+    )
 
 
 def _title(report: Report) -> Text:

@@ -79,9 +79,7 @@ class Session:
             kinds += ["sparse", "mixed"] if options.dense_below else ["sparse"]
         with self._lock, _plain_tensors():
             rows = range(1, self.rows + 1)
-            steps = self.engine.executor.warm_up(
-                rows, seats.block_table, kinds, options.loops_per_step, options.drafting
-            )
+            steps = self.engine.executor.warm_up(rows, seats, kinds, options.loops_per_step, options.drafting)
             with WorkProgress(len(steps), progress, verb="warming up", unit="steps") as bar:
                 for step in steps:
                     step()

@@ -23,7 +23,8 @@ class SpeculationConfig:
     draft_loops: loops that a draft runs, before the model's own head reads it; at most those of the model.
     num_draft_tokens: rows of a block: so many tokens come out of a round at most. The first row has a token that is
         known, the others have drafted ones. (A pipeline has as many rows as a token takes steps.)
-    adaptive: blocks get shorter where drafts are rejected: one row more than the last rounds gave tokens, on average.
+    adaptive: blocks get shorter where drafts are rejected: one row more than rounds gave tokens of late, on average,
+        without the very last round, which may not have been read.
     """
 
     mode: str = "block"
@@ -70,9 +71,7 @@ def chosen(asked: object, default: SpeculationConfig | None) -> SpeculationConfi
     return asked
 
 
-def check_speculation(
-    asked: SpeculationConfig | None, program: Program, loops_per_step: int | None, async_steps: bool | None
-) -> None:
+def check_speculation(asked: SpeculationConfig | None, program: Program, loops_per_step: int | None) -> None:
     """Raise ArgumentError when this program, with these options, cannot draft like that."""
     if asked is None:
         return
@@ -86,8 +85,3 @@ def check_speculation(
     if loops_per_step is not None:
         limit = "cannot be combined with speculation, whose rounds say which loops run"
         raise ArgumentError("loops_per_step", loops_per_step, limit, "pass loops_per_step=None")
-    if async_steps:
-        limit = (
-            "cannot be combined with speculation: the tokens of a round are read before the next one begins"
-        )
-        raise ArgumentError("async_steps", True, limit, "leave async_steps out")

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.passes.program import Program
 from sparse_compile.runtime.request import RequestMetrics, SamplingParams, StepOutput
 
 VOCAB = 272
@@ -152,7 +153,9 @@ def fake_program(sites: list[Any] | None = None, **changes: Any) -> Any:
         "retention": Retention(1, 4),
         "graph_text": lambda which: f"graph {which}",
     }
-    return SimpleNamespace(**{**values, **changes})
+    made = SimpleNamespace(**{**values, **changes})
+    made.counts = lambda: Program.counts(made)
+    return made
 
 
 def compiled_llama(model: Any = None, width: int = 2, **options: Any) -> tuple[Any, list[FakeEngine]]:

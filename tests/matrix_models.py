@@ -2,6 +2,7 @@
 
 RemoteOuro   as Ouro's published remote code: attention gets `current_ut`, and a cache class of its own finds the slot
 Huginn       prelude, core x r with the input injected into a random initial state, coda
+FixedHuginn  the same from a state of zeros
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class Huginn(LoopedModel):
         self.adapter = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.post_init()
 
+    @staticmethod
+    def initial(injected: Tensor) -> Tensor:
+        return torch.randn_like(injected)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -95,10 +100,18 @@ class Huginn(LoopedModel):
         arguments = {"mask": mask, "position_ids": position_ids, "cache": cache}
         prelude, *core, coda = self.layers
         injected = x + prelude(self.norm(x), slot=0, **arguments)
-        state = torch.randn_like(injected)
+        state = self.initial(injected)
         for loop in range(self.config.loops):
             state = self.adapter(torch.cat([state, injected], dim=-1))
             for number, layer in enumerate(core):
                 state = state + layer(self.norm(state), slot=1 + loop * len(core) + number, **arguments)
         state = state + coda(self.norm(state), slot=1 + self.config.loops * len(core), **arguments)
         return CausalLMOutputWithPast(logits=self.head(self.norm(state)), cache=cache)
+
+
+class FixedHuginn(Huginn):
+    """The state begins as it is given, so that a token has the same state each time."""
+
+    @staticmethod
+    def initial(injected: Tensor) -> Tensor:
+        return torch.zeros_like(injected)

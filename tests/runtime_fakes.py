@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.runtime.blocks import BlockPlan, run_round
 from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.flights import FlightPlan, run_step
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.plan import CONSUME, RowPlan
 from sparse_compile.runtime.reference_store import ReferenceStore, StoreSpec
 from sparse_compile.runtime.request import Request, SamplingParams, StepOutput
+from sparse_compile.runtime.sampler import Drawn
 
 VOCAB = 24
 RETENTION = Retention(3, 10)
@@ -80,11 +83,18 @@ class FakeExecutor:
         return self._watched(plan)
 
     def draft(self, plan: RowPlan) -> torch.Tensor:
-        assert len({chunk.seat for chunk in plan.chunks}) == len(plan.chunks)
+        seats = plan.row_seq[plan.row_length > 0].tolist()
+        assert len(set(seats)) == len(seats)
         return self._watched(plan, draft=True)
 
     def verify(self, plan: RowPlan) -> torch.Tensor:
         return self._watched(plan)
+
+    def round(self, plan: BlockPlan) -> Drawn:
+        return run_round(self, plan)
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        return run_step(self, plan)
 
     def advance(self, plan: RowPlan) -> torch.Tensor:
         return self._watched(plan, draft=True)
@@ -121,19 +131,22 @@ class FakeExecutor:
         if error is not None:
             raise error
         wanted = plan.logit_rows.tolist()
-        assert draft or all(rows[row]["row_loop"] + loops >= self.loops for row in wanted)
-        for number in wanted if draft else ():
-            if rows[number]["row_loop"] + loops < self.loops:
-                assert not rows[number]["row_loop"]
-                values[number] = self._guess(plan, rows[number], values[number])
-        logits = [logits_of(values[row]) for row in wanted]
+        active = [rows[row] for row in wanted if rows[row]["row_length"]]
+        assert draft or all(row["row_loop"] + loops >= self.loops for row in active)
+        logits = [logits_of(self._answer(plan, rows[row], values[row], loops)) for row in wanted]
         return torch.stack(logits) if logits else torch.empty(0, VOCAB, dtype=torch.float64)
+
+    def _answer(self, plan: RowPlan, row: dict[str, int], value: int, loops: int) -> int:
+        """A draft for a row that has begun, nothing of use for one on its way."""
+        if row["row_loop"] + loops >= self.loops:
+            return value
+        return 0 if row["row_loop"] else self._guess(plan, row, value)
 
     def _failure(self, plan: RowPlan) -> tuple[str, BaseException | None]:
         fault, self.fault = self.fault, None
         if fault is not None:
             return fault
-        if self.curse is not None and any(chunk.seat == self.curse[0].seat for chunk in plan.chunks):
+        if self.curse is not None and self.curse[0].seat in plan.row_seq[plan.row_length > 0]:
             return self.curse[1], self.curse[2]
         return "", None
 

@@ -29,6 +29,7 @@ NAMES = "abcdefgh"
 KINDS = ("greedy", "eos", "sampled", "processor", "stop", "bad processor", "bad stop")
 
 
+BLOCKS = (Drafting(1, 3), Drafting(2, 2), Drafting(3, 5), Drafting(1, 4, True))
 PIPELINES = (Drafting(1, 3, pipeline=True), Drafting(2, 2, pipeline=True))
 
 
@@ -138,9 +139,7 @@ class Soak(RuleBasedStateMachine):
         seats=st.integers(1, 4),
         chunk=st.integers(3, 8),
         caching=st.booleans(),
-        drafting=st.sampled_from(
-            (None, Drafting(1, 3), Drafting(2, 2), Drafting(3, 5), Drafting(1, 4, True), *PIPELINES)
-        ),
+        drafting=st.sampled_from((None, *BLOCKS, *BLOCKS, *PIPELINES)),
     )
     def begin(
         self,
@@ -156,7 +155,7 @@ class Soak(RuleBasedStateMachine):
     ) -> None:
         self.sparse, self.drafting = sparse, drafting
         if drafting is not None:
-            async_steps, loops, slots = False, None, 1 + (slots - 1) * drafting.rows
+            loops, slots = None, 1 + (slots - 1) * drafting.rows
         self.engine, self.executor = make_engine(
             pages=pages,
             slots=slots,
@@ -321,10 +320,11 @@ class Faults:
         executor.decode = self._failing(executor.decode)  # type: ignore[method-assign]
         executor.draft = self._failing(executor.draft)  # type: ignore[method-assign]
         executor.verify = self._failing(executor.verify)  # type: ignore[method-assign]
+        executor.advance = self._failing(executor.advance)  # type: ignore[method-assign]
 
     def _failing(self, run: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
         def failing(plan: RowPlan) -> torch.Tensor:
-            seats = {chunk.seat for chunk in plan.chunks}
+            seats = set(plan.row_seq[plan.row_length > 0].tolist())
             when = [after for request, after in self.cursed.items() if request.seat in seats]
             error: Exception = torch.OutOfMemoryError("curse")
             if self.once is not None:
@@ -369,12 +369,14 @@ def solo(model: Any, ask: Ask, drafting: Drafting | None = None) -> tuple[list[i
         {"async_steps": True, "loops_per_step": 1},
         {"loops_per_step": 2},
         {"drafting": Drafting(2, 3)},
+        {"drafting": Drafting(2, 3), "async_steps": True},
         {"drafting": Drafting(1, 4, pipeline=True)},
+        {"drafting": Drafting(1, 4, pipeline=True), "async_steps": True},
     ],
     ids=str,
 )
 def test_two_thousand_requests(options: dict[str, Any]) -> None:
-    """Six times 500, of a real model, in a pool for one and a half of them."""
+    """Eight times 500, of a real model, in a pool for one and a half of them."""
     model, chance, watch = compiled("ouro", 0.3), random.Random(0), Watch()
     wanted = {ask: solo(model, ask) for ask in asks(model)}
     if "drafting" in options:  # drafts change the tokens of requests that draw

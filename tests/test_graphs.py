@@ -62,8 +62,7 @@ def test_a_warm_up_knows_every_bucket_of_a_run(
         engine.step()
     while engine.has_unfinished():
         engine.step()
-    table = engine.plans.seats.block_table
-    steps = graphs.warm_up(range(1, 4), table, ("dense", "sparse", "mixed"), loops)
+    steps = graphs.warm_up(range(1, 4), engine.plans.seats, ("dense", "sparse", "mixed"), loops)
     keys = [step.args[0] for step in steps if step.func == graphs.capture]  # type: ignore[attr-defined]
     assert len(set(keys)) == len(keys)
     assert len(met) > 3
@@ -110,15 +109,19 @@ def test_the_keys_of_speculation() -> None:
     assert graphs.key(plan_of((5,), loops=1), "advance") == BucketKey(1, "mixed", 64, 1, (True,), "advance")
     keys = graphs.draft_keys([1], 64, ["dense", "sparse"], Drafting(1, 3))
     assert {(key.run, key.rows, key.loops, key.heads, key.kind) for key in keys} == {
+        *(("round", 1, 1, True, kind) for kind in ("dense", "sparse")),
         *(("draft", 1, 1, heads, kind) for heads in (True, False) for kind in ("dense", "sparse")),
         *(("verify", rows, 3, True, kind) for rows in (1, 2, 4) for kind in ("dense", "sparse")),
     }
-    assert [key.run for key in keys] == sorted(
-        key.run for key in keys
-    )  # drafts first: they leave what is verified
+    order = {"round": 0, "draft": 1, "verify": 2}  # drafts leave what is verified
+    assert [order[key.run] for key in keys] == sorted(order[key.run] for key in keys)
+    assert {key.width for key in keys if key.run == "round"} == {3}
+    keys = graphs.draft_keys([1], 64, ["dense"], Drafting(1, 3, adaptive=True))
+    assert {key.width for key in keys if key.run == "round"} == {1, 2, 3}
     keys = graphs.draft_keys([1], 64, ["dense", "sparse"], Drafting(1, 4, pipeline=True))
-    assert {(key.run, key.rows, key.kind, key.captures) for key in keys} == {
-        ("advance", rows, "mixed", (True,)) for rows in (1, 2, 4)
+    assert {(key.run, key.rows, key.kind, key.captures, key.width) for key in keys} == {
+        *(("advance", rows, "mixed", (on,), 1) for rows in (1, 2, 4) for on in (False, True)),
+        *(("step", 1, kind, (), 4) for kind in ("dense", "mixed")),
     }
 
 
@@ -134,11 +137,15 @@ def test_graphs_of_speculation_change_no_bits(name: str, mode: str) -> None:
         "dense_below": 0,
         "speculation": asked,
     }
-    plain = sparse_compile(model, cuda_graphs=False, **options)
+    plain = sparse_compile(model, cuda_graphs=False, async_steps=False, **options)
     graphed = sparse_compile(model, cuda_graphs=True, **options)
     for rows in (prompts(), *([row] for row in prompts())):
         assert generate(graphed, rows) == generate(plain, rows)
-    assert {key.run for key in graphed.engine.executor.buckets} <= {"draft", "verify", "advance"}
+    assert graphed.engine.options.async_steps
+    assert {key.run for key in graphed.engine.executor.round_buckets} == {
+        "round" if mode == "block" else "step"
+    }
+    assert not graphed.engine.executor.buckets  # all of it is in one graph
     graphed.engine.check_integrity()
 
 

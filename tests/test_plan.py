@@ -152,7 +152,7 @@ def test_sparse_segments_need_one_row_and_a_lease() -> None:
         ("row_length", [3, 4, 0, 6], "exactly on inactive rows"),
         ("row_seq", [1, 1, 1, 4], "point into block_table"),
         ("row_slot", [0, 0, 0, 0], "must have a slot"),
-        ("row_slot", [0, 0, 0, 4], "leases must match"),
+        ("row_slot", [0, 0, 0, 4], "a leased slot of its own"),
         ("row_slot", [0, 0, 0, 5], "5 slots"),
         ("row_mode", [1, 1, 1, 1], "must have a slot"),
         ("block_table", [[1, 0], [4, 7], [2, 1]], "line 0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,15 @@ from test_engine_models import make_engine as make_model_engine
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
+from sparse_compile.runtime.choices import Choices
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import Drafting, EngineOptions
-from sparse_compile.runtime.pipelines import Pipelines, Row, Stage
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams, StepOutput
-from sparse_compile.runtime.speculation import Block, Rounds
 
 SLOTS = 64
-SPECULATIONS = (Drafting(1, 4), Drafting(1, 3, pipeline=True))  # of the fake model
+BLOCK = Drafting(1, 4)
+SPECULATIONS = (BLOCK, Drafting(1, 3, pipeline=True))  # of the fake model
 
 
 def fake_engine(drafting: Drafting | None, **options: Any) -> Engine:
@@ -31,18 +31,29 @@ def fake_engine(drafting: Drafting | None, **options: Any) -> Engine:
 
 
 def script(engine: Engine, answers: dict[str, list[int]], wrong: Callable[[int], bool]) -> None:
-    """Drafts by the book instead of by a model: the right token, or another one where `wrong` says so of a row."""
+    """Drafts by the book instead of by a model: the right token, or another one where `wrong` says so of a row. The
+    first row of a round counts as row 0.
+    """
+    draft, line = engine.executor.draft, 0
 
-    def propose(blocks: Sequence[Block], logits: torch.Tensor, line: int) -> torch.Tensor:
-        tokens = []
-        for block in blocks:
-            right = answers[block.request.id][block.request.new_tokens + line]
-            tokens.append((right + 1) % logits.shape[1] if wrong(line) else right)
-        return torch.tensor(tokens)
+    def drafting(plan: RowPlan) -> torch.Tensor:
+        nonlocal line
+        row, line = (
+            line,
+            line + 1 if plan.logit_rows.shape[0] else 0,
+        )  # the last row of a block drafts nothing
+        logits = draft(plan)
+        requests = {request.seat: request for request in engine.scheduler.running.values()}
+        for number in plan.logit_rows.tolist():
+            request = requests.get(int(plan.row_seq[number]))
+            if request is None:
+                continue  # there is no such row
+            right = answers[request.id][int(plan.row_position[number]) + 1 - request.prompt_length]
+            logits[number] = 0
+            logits[number, (right + 1) % logits.shape[1] if wrong(row) else right] = 1
+        return logits
 
-    rounds = engine._runner.rounds
-    assert isinstance(rounds, Rounds)
-    rounds.propose = propose  # type: ignore[method-assign]
+    engine.executor.draft = drafting  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -168,15 +179,21 @@ def test_a30_drafts_of_a_pipeline_that_are_all_right_or_all_wrong(name: str, rig
 
 
 def script_pipeline(engine: Engine, answers: dict[str, list[int]], right: bool) -> None:
-    pipelines = engine._runner.rounds
-    assert isinstance(pipelines, Pipelines)
+    advance = engine.executor.advance
 
-    def draft(stage: Stage, logits: torch.Tensor) -> Row:
-        at, request = stage.rows[-1].position + 1, stage.request
-        token = answers[request.id][at - request.prompt_length]
-        return Row(at, torch.tensor([token if right else token - 1], dtype=torch.int32))
+    def advancing(plan: RowPlan) -> torch.Tensor:
+        logits = advance(plan)
+        requests = {request.seat: request for request in engine.scheduler.running.values()}
+        for number, row in enumerate(plan.logit_rows.tolist()):
+            request = requests.get(int(plan.row_seq[row]))
+            if request is None or int(plan.row_loop[row]):
+                continue  # there is no such row, or it does not begin
+            answer = answers[request.id][int(plan.row_position[row]) + 1 - request.prompt_length]
+            logits[number] = 0
+            logits[number, answer if right else answer - 1] = 1
+        return logits
 
-    pipelines._draft = draft  # type: ignore[method-assign, assignment]
+    engine.executor.advance = advancing  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("loops", [1, 2, 3])
@@ -213,8 +230,14 @@ def watch_references(engine: Engine) -> dict[tuple[str, int], list[torch.Tensor]
     def watched(method: Callable[[RowPlan], torch.Tensor]) -> Callable[[RowPlan], torch.Tensor]:
         def running(plan: RowPlan) -> torch.Tensor:
             logits = method(plan)
-            for lease in plan.leases:
-                found[lease.request, lease.row] = [tensor.clone() for tensor in store.contents(lease)]
+            names = {request.seat: request.id for request in engine.scheduler.running.values()}
+            slots = {lease.slot: lease for lease in plan.leases}
+            rows = zip(
+                *(column.tolist() for column in (plan.row_seq, plan.row_position, plan.row_slot)), strict=True
+            )
+            for seat, position, slot in rows:
+                if slot:
+                    found[names[seat], position] = [tensor.clone() for tensor in store.contents(slots[slot])]
             return logits
 
         return running
@@ -257,23 +280,31 @@ def test_a_block_may_begin_dense_and_end_sparse() -> None:
 # ---------------------------------------------------------------------- ends
 
 
+@pytest.mark.parametrize("async_steps", [False, True])
 @pytest.mark.parametrize("loops", [1, 3])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_the_fake_model_too(sparse: bool, loops: int) -> None:
+def test_the_fake_model_too(sparse: bool, loops: int, async_steps: bool) -> None:
     want = [oracle(prompt, 11, sparse) for prompt in PROMPTS]
     for rows in (1, 2, 4, 7):
-        assert generate(fake_engine(Drafting(loops, rows), sparse=sparse), PROMPTS, 11) == want
+        engine = fake_engine(Drafting(loops, rows), sparse=sparse, async_steps=async_steps)
+        assert generate(engine, PROMPTS, 11) == want
 
 
 @pytest.mark.parametrize("at", range(1, 10))
 @pytest.mark.parametrize("how", ["eos", "stop", "length"])
-@pytest.mark.parametrize("drafting", [*SPECULATIONS, Drafting(3, 4)], ids=str)
-def test_a_request_ends_at_any_position_of_a_block(how: str, at: int, drafting: Drafting) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "async_steps"),
+    [*((one, False) for one in SPECULATIONS), *((Drafting(3, 4), on) for on in (False, True)), (BLOCK, True)],
+    ids=str,
+)
+def test_a_request_ends_at_any_position_of_a_block(
+    how: str, at: int, drafting: Drafting, async_steps: bool
+) -> None:
     prompt = PROMPTS[0]
     tokens = oracle(prompt, 10, True)
     seen = []
     for asked in (None, drafting):
-        engine = fake_engine(asked)
+        engine = fake_engine(asked, async_steps=async_steps)
         params = greedy(at if how == "length" else 10, want_logits=True)
         if how == "eos":
             params.eos_token_ids = (tokens[at - 1],)
@@ -314,7 +345,7 @@ def test_a31_an_abort_near_the_limit(after: int, drafting: Drafting) -> None:
 # ---------------------------------------------------------------------- callbacks
 
 
-def test_a33_a_processor_is_applied_at_each_draft_position() -> None:
+def test_a33_a_processor_is_applied_at_each_draft_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """A structure that forbids most tokens: drafts obey it, and the tokens are those of ordinary decoding."""
 
     def allowed(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -322,18 +353,17 @@ def test_a33_a_processor_is_applied_at_each_draft_position() -> None:
         return scores.masked_fill(torch.arange(scores.shape[1]) % 3 != wanted, -torch.inf)
 
     plain, engine = fake_engine(None), fake_engine(Drafting(1, 4))
-    rounds, drafted = engine._runner.rounds, []
-    assert isinstance(rounds, Rounds)
-    propose = rounds.propose
+    propose, drafted = Choices.propose, []
 
-    def watched(blocks: Sequence[Block], logits: torch.Tensor, line: int) -> torch.Tensor:
-        tokens = propose(blocks, logits, line)
-        for block, token in zip(blocks, tokens.tolist(), strict=True):
-            before = [*block.request.tokens, *(int(one) for one in block.drafts)]
-            drafted.append((token - before[-1] - len(before)) % 3)
+    def watched(self: Choices, logits: torch.Tensor, rows: torch.Tensor, line: int) -> torch.Tensor:
+        tokens = propose(self, logits, rows, line)
+        for block, token in zip(self.blocks, tokens.tolist(), strict=True):
+            _, position, length, *_, last = rows[:, block.number, line].tolist()
+            if length:
+                drafted.append((token - last - position - 1) % 3)
         return tokens
 
-    rounds.propose = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(Choices, "propose", watched)
     got = [generate(one, PROMPTS, 9, processor=allowed) for one in (plain, engine)]
     assert got[0] == got[1]
     assert len(drafted) > 20
@@ -413,13 +443,12 @@ def test_adaptive_blocks_follow_what_is_accepted() -> None:
         engine.add_request(PROMPTS[0], greedy(20), "a")
         assert tokens_of(run_all(engine)["a"]) == answer
         sizes.append((engine.metrics().rounds, engine.metrics().drafted_tokens))
-    assert sizes == [(19, 5 + 17), (4, 5 + 5 + 5 + 0)]
+    assert sizes == [(19, 5 + 5 + 16 + 0), (4, 5 + 5 + 5 + 0)]  # the second block is as long as the first
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"async_steps": True}, "async_steps=True cannot be combined with drafting"),
         ({"loops_per_step": 1}, "loops_per_step=1 cannot be combined with drafting"),
         ({"drafting": Drafting(1, 2, pipeline=True)}, "drafting rows=2 must be 3 in a pipeline"),
         ({"drafting": Drafting(4, 2)}, "drafting loops=4 must be from 1 to the program's 3 loops"),

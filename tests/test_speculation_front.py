@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
 from cases_common import left_padded, new_tokens, prompts
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sparse_compile import ArgumentError, SpeculationConfig, sparse_compile
@@ -52,6 +54,27 @@ def test_the_store_has_a_slot_for_each_row_of_a_block() -> None:
         for options in ({}, {"speculation": asked})
     )
     assert five * 4 == one * 16  # 15 slots and the dummy, 3 and the dummy
+
+
+@pytest.mark.parametrize("mode", ["block", "pipeline"])
+def test_asynchronous_when_asked_and_the_report_says_for_whom(mode: str) -> None:
+    asked = SpeculationConfig(mode, draft_loops=2, num_draft_tokens=3)
+    for async_steps in (True, False):
+        model = compiled(speculation=asked, async_steps=async_steps)
+        assert new_tokens(model, ROWS, 8) == plain()
+        assert model.engine.options.async_steps == async_steps
+        said = model.report().to_dict()["speculation"]
+        assert said == {
+            "mode": mode,
+            "draft_loops": 2,
+            "rows": 3 if mode == "block" else 2,
+            "asynchronous": async_steps,
+            "synchronous_for": "requests with a logits processor" if async_steps else "all requests",
+        }
+        console = Console(width=200, file=StringIO())
+        console.print(model.report().render())
+        assert f"rounds are synchronous for {said['synchronous_for']}" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert compiled().report().to_dict()["speculation"] == {}
 
 
 def test_streams_give_final_tokens_only() -> None:
@@ -100,7 +123,6 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         ({"speculation": SpeculationConfig(), "roll": False}, "needs a loop that is rolled.*rolling is off"),
         ({"speculation": SpeculationConfig(draft_loops=5)}, "draft_loops=5: the program has 4 loops"),
         ({"speculation": SpeculationConfig(), "loops_per_step": 1}, "loops_per_step=1: cannot be combined"),
-        ({"speculation": SpeculationConfig(), "async_steps": True}, "async_steps=True: cannot be combined"),
     ],
     ids=str,
 )

@@ -8,13 +8,15 @@ import pytest
 import torch
 from runtime_fakes import PROMPTS, greedy, make_engine, run_all, tokens_of
 
+from sparse_compile.runtime.blocks import BlockPlan, run_round
+from sparse_compile.runtime.choices import Luck, accept_or_draw
 from sparse_compile.runtime.engine import Engine, EngineOptions
+from sparse_compile.runtime.flights import FlightPlan, run_step
 from sparse_compile.runtime.kv_pool import KVPool, KVSpec
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams
-from sparse_compile.runtime.sampler import draw
-from sparse_compile.runtime.speculation import accept_or_draw
+from sparse_compile.runtime.sampler import Drawn, draw
 
 VOCAB = 8
 LIMIT = {7: 24.3, 56: 94.5}  # chi-square by degrees of freedom, one in a thousand
@@ -44,14 +46,20 @@ class Chain:
     def draft(self, plan: RowPlan) -> torch.Tensor:
         return self.early[plan.token_ids[plan.logit_rows]]
 
+    def round(self, plan: BlockPlan) -> Drawn:
+        return run_round(self, plan)
+
+    def step(self, plan: FlightPlan) -> Drawn:
+        return run_step(self, plan)
+
     def advance(self, plan: RowPlan) -> torch.Tensor:
         ends = plan.row_loop[plan.logit_rows, None] == self.loops - 1
         return torch.where(ends, self.prefill(plan), self.draft(plan))
 
 
-def chain_engine(drafting: Drafting | None) -> tuple[Engine, Chain]:
+def chain_engine(drafting: Drafting | None, async_steps: bool = False) -> tuple[Engine, Chain]:
     pool, executor = KVPool(KVSpec(1, 1, 1, 16, torch.float64), 201, "cpu"), Chain()
-    options = EngineOptions(max_context=32, max_seqs=100, drafting=drafting)
+    options = EngineOptions(max_context=32, max_seqs=100, drafting=drafting, async_steps=async_steps)
     return Engine(executor, pool, None, options), executor  # type: ignore[arg-type]
 
 
@@ -85,6 +93,13 @@ def test_a32_twenty_thousand_draws_have_the_distribution_of_plain_sampling(draft
     assert chi_square(counts, Chain().early.softmax(-1)) > 10 * LIMIT[56]  # it would show
 
 
+def accepted(
+    target: torch.Tensor, drafts: torch.Tensor, proposal: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    luck = Luck.of(len(target), target[:1], generator)
+    return accept_or_draw(target, drafts[:, None], proposal, luck.keeps, luck.finals)[:, 0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_row_with_a_draft_has_the_distribution_of_its_target(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -93,8 +108,8 @@ def test_a_row_with_a_draft_has_the_distribution_of_its_target(seed: int) -> Non
     q = q / q.sum()
     rows = 20_000
     target, proposal = p.expand(rows, -1), q.expand(rows, -1)
-    drafts = draw(proposal.clone(), generator)[:, 0]
-    tokens = accept_or_draw(target, drafts.split(1), proposal.split(1), generator)[:, 0]
+    drafts = draw(proposal, generator)[:, 0]
+    tokens = accepted(target, drafts, proposal, generator)
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     assert chi_square(counts, p) < LIMIT[7]
     assert float((tokens == drafts).double().mean()) == pytest.approx(
@@ -105,16 +120,15 @@ def test_a_row_with_a_draft_has_the_distribution_of_its_target(seed: int) -> Non
 def test_equal_distributions_accept_every_draft() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(500, VOCAB, generator=generator).softmax(-1)
-    drafts = draw(p.clone(), generator)[:, 0]
-    tokens = accept_or_draw(p, drafts.split(1), p.split(1), generator)
-    assert torch.equal(tokens[:, 0], drafts)
+    drafts = draw(p, generator)[:, 0]
+    assert torch.equal(accepted(p, drafts, p, generator), drafts)
 
 
 def test_a_draft_that_was_no_number_is_not_accepted() -> None:
     """Then the token comes from the target alone."""
     p = torch.tensor([[0.0, 1.0]]).expand(50, -1)
-    drafts, chances = [torch.tensor([0])] * 50, [torch.full((1, 2), torch.nan)] * 50
-    assert (accept_or_draw(p, drafts, chances, None) == 1).all()
+    drafts, proposal = torch.zeros(50, dtype=torch.int64), torch.full((50, 2), torch.nan)
+    assert (accepted(p, drafts, proposal, None) == 1).all()
 
 
 @pytest.mark.parametrize("drafting", [Drafting(1, 3), Drafting(3, 3), Drafting(1, 3, pipeline=True)], ids=str)

@@ -81,9 +81,15 @@ def quality(
 
 
 def run_quality(
-    name: str, text: str | None, settings: Any, sweep: Any, dtype: str, device: str
+    name: str,
+    text: str | None,
+    settings: Any,
+    sweep: Any,
+    dtype: str,
+    device: str,
+    program: str = "sparse-compile",
 ) -> dict[str, Any]:
-    """Load, compile and measure, with progress on stderr."""
+    """Load, compile and measure, with progress on stderr. program: what the command line begins with."""
     from sparse_compile.quality.sweep import check_sweep, measure_all
 
     check_sweep(sweep)
@@ -97,7 +103,7 @@ def run_quality(
         "source": name,
         "text": text or "held-out text of sparse_compile",
         **result,
-        "command": " ".join(sys.argv),
+        "command": " ".join([program, *sys.argv[1:]]),
     }
 
 
