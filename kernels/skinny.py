@@ -244,40 +244,21 @@ def check_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rotated: i
             )
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+def _fake_gated(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
-
-
-def _fake_add(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, fixed: bool = False
-) -> Tensor:
-    return _fake_linear(x, weight, bias)
-
-
-def _fake_rotary(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    bias: Tensor | None = None,
-    *,
-    rotated: int,
-    fixed: bool = False,
-) -> Tensor:
-    return _fake_linear(x, weight, bias)
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("sparse_compile", "FRAGMENT")
     ops: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-        "skinny_linear": (linear, _fake_linear),
+        "skinny_linear": (linear, _fake),
         "skinny_gated": (gated, _fake_gated),
-        "skinny_add": (add, _fake_add),
-        "skinny_rotary": (rotary, _fake_rotary),
+        "skinny_add": (add, _fake),
+        "skinny_rotary": (rotary, _fake),
     }
     for name, (real, fake) in ops.items():
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_compile.kernels.arrivals import arrivals
 from sparse_compile.kernels.greedy import COLUMNS, define, greedy
 from sparse_compile.runtime.request import Request, RequestMetrics, SamplingParams
 from sparse_compile.runtime.sampler import Drawn, choose, largest
@@ -96,6 +97,31 @@ def test_a_row_does_not_know_the_others(run: Any) -> None:
     alone = [torch.cat(part) for part in zip(*(run(row[None]) for row in logits), strict=True)]
     assert torch.equal(whole[0], alone[0])
     assert torch.equal(whole[1], alone[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_ties_in_a_large_vocabulary_on_the_gpu(rows: int, dtype: torch.dtype) -> None:
+    """torch.argmax gives the first of equals too. In and out of CUDA graphs; a row has the same bits among others."""
+    g = torch.Generator().manual_seed(rows)
+    logits = torch.randint(-3, 4, (rows, 49152 + 77), generator=g).to("cuda", dtype)
+    logits[0] = 1.5  # everything is equal
+    logits[-1, 2048:] = 9.0  # from the second program on
+    tokens, logprobs = greedy(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert_same(greedy, logits)
+    alone = [torch.cat(part) for part in zip(*(greedy(row[None]) for row in logits), strict=True)]
+    assert torch.equal(tokens, alone[0])
+    assert torch.equal(logprobs, alone[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = greedy(logits)
+    for shift in (0, 1, 7):
+        logits.copy_(logits.roll(shift, dims=-1))
+        graph.replay()
+        assert torch.equal(made[0], logits.argmax(-1))
+    assert not arrivals(logits.device, rows).any()
 
 
 def test_float64_stays_float64() -> None:

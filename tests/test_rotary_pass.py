@@ -82,6 +82,13 @@ def test_queries_and_keys_are_rotated_by_the_product(turn: Callable[..., torch.T
             assert errors[0] <= errors[1] + 2**-8 * truth.abs().max()
 
 
+def test_with_fixed_bits_the_product_is_asked_for_them() -> None:
+    _, graph = rewritten(attention)
+    made = use_skinny(graph, fixed=True)
+    (op,) = (node for node in made.module.graph.nodes if "skinny_rotary" in str(node.target))
+    assert op.kwargs == {"fixed": True, "rotated": 24}
+
+
 def test_only_what_is_rotated_is_rotated() -> None:
     made, _ = rewritten(
         lambda p, a: (rotate(heads(p[..., :16]), a), heads(p[..., 16:24]), heads(p[..., 24:]))

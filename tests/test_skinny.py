@@ -57,10 +57,16 @@ def kernel(
     return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary)  # type: ignore[arg-type]
 
 
-def assert_as_good_as_eager(kind: str, got: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
+def assert_as_good_as_eager(
+    kind: str,
+    got: torch.Tensor,
+    given: dict[str, torch.Tensor | None],
+    rotary: skinny.Rotary | None = None,
+) -> None:
     exact = {name: None if x is None else x.double() for name, x in given.items()}
-    truth = skinny.define(**exact, gated=kind == "gated")  # type: ignore[arg-type]
-    eager = skinny.eager(**given, gated=kind == "gated")  # type: ignore[arg-type]
+    turned = None if rotary is None else rotary.to(torch.float64)
+    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned)  # type: ignore[arg-type]
+    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary)  # type: ignore[arg-type]
     mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
     margin = MARGIN + (INTERPRETED[got.dtype] if got.device.type == "cpu" else 0)
     assert mine <= theirs + margin * truth.abs().max().item(), f"error {mine:.3g}, eager {theirs:.3g}"
@@ -336,13 +342,55 @@ def test_rotated_heads_are_as_good_as_eager_code(
 ) -> None:
     given, rotary = rotary_operands(rows, size, turned, max(1, turned + others), depth, bias)
     got = kernel("linear", tiles, **given, rotary=rotary)
-    exact = {name: None if x is None else x.double() for name, x in given.items()}
-    truth = skinny.define(**exact, rotary=rotary.to(torch.float64))  # type: ignore[arg-type]
-    eager = skinny.eager(**given, rotary=rotary)  # type: ignore[arg-type]
-    mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
-    assert mine <= theirs + MARGIN * truth.abs().max().item()
+    assert_as_good_as_eager("linear", got, given, rotary)
     if turned == 0:
         assert torch.equal(got, kernel("linear", tiles, **given))
+
+
+def rows_of(
+    given: dict[str, torch.Tensor | None], rotary: skinny.Rotary, order: torch.Tensor
+) -> tuple[dict[str, torch.Tensor | None], skinny.Rotary]:
+    x = given["x"]
+    assert x is not None
+    return {**given, "x": x[order]}, skinny.Rotary(rotary.cos[order], rotary.sin[order], rotary.width)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, replace(SMALL, splits=2)])
+def test_a_rotated_row_does_not_know_the_others(tiles: Tiles) -> None:
+    """Same bits alone, among others, in another order, and beside NaN."""
+    given, rotary = rotary_operands(19, 16, 2, 3, 200, bias=True, dtype=torch.bfloat16)
+    whole = kernel("linear", tiles, **given, rotary=rotary)
+    shuffled = torch.randperm(19, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for order in (*(shuffled[:rows] for rows in (1, 2, 8, 17)), shuffled):
+        some, angles = rows_of(given, rotary, order)
+        assert torch.equal(kernel("linear", tiles, **some, rotary=angles), whole[order])
+    poisoned = given["x"].clone()  # type: ignore[union-attr]
+    poisoned[5] = float("nan")
+    made = kernel("linear", tiles, **{**given, "x": poisoned}, rotary=rotary)
+    assert torch.equal(made[:5], whole[:5])
+    assert torch.equal(made[6:], whole[6:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_queries_and_keys_of_a_1_4b_model(rows: int, dtype: torch.dtype) -> None:
+    """As good as eager code against float64; a row has the same bits among fewer rows, and values those that the
+    product has without rotation.
+    """
+    given, rotary = rotary_operands(rows, 128, 32, 48, 2048, bias=False, dtype=dtype)
+    default = default_tiles(Product(rows, 24 * 128, 2048, gated=True))
+    wide = Tiles(lines=32, columns=128, slices=1, stages=5)
+    for tiles in (default, replace(default, pdl=True, ahead=512), wide, replace(wide, splits=2, pdl=True)):
+        made = kernel("linear", tiles, **given, rotary=rotary)
+        assert_as_good_as_eager("linear", made, given, rotary)
+        for count in {1, rows // 2, rows} - {0}:
+            order = torch.arange(rows - count, rows, device=DEVICE)
+            some, angles = rows_of(given, rotary, order)
+            assert torch.equal(kernel("linear", tiles, **some, rotary=angles), made[order]), (tiles, count)
+        plain = kernel("linear", replace(tiles, lines=2 * tiles.lines), **given)
+        assert torch.equal(made[:, rotary.width :], plain[:, rotary.width :]), tiles
+        assert not torch.equal(made, plain)
 
 
 def test_rotation_is_that_of_transformers() -> None:
