@@ -106,20 +106,22 @@ def table(title: str, times: dict[str, float], traffic: dict[str, int], bandwidt
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Stacked bars of the rows that have a breakdown, one bar for each model, point and system."""
+    """Stacked bars of the rows that have a breakdown, one for each system, side by side at each point of a model."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     rows = [row for row in rows if row.get("breakdown")]
+    places = list(dict.fromkeys(_place(row) for row in rows))
+    rows.sort(key=lambda row: places.index(_place(row)))
     kinds = dict.fromkeys(kind for row in rows for kind in row["breakdown"])
     several = len({row.get("model") for row in rows}) > 1
-    names = [
-        (f"{row['model']}\n" if several else "") + f"{row['batch']}x{row['context']}\n{row['system']}"
-        for row in rows
-    ]
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(rows), 4.5))
+    names = []
+    for row in rows:
+        lines = [f"{row['batch']}x{row['context']}", *row["system"].split("-")]
+        names.append("\n".join([row["model"], *lines] if several else lines))
+    figure, axes = pyplot.subplots(figsize=(3.5 + 1.1 * len(rows), 4.5))
     bottom = [0.0] * len(rows)
     for kind in kinds:
         heights = [row["breakdown"].get(kind, 0.0) for row in rows]
@@ -127,7 +129,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.plot(names, [row["floor_ms"] for row in rows], "k_", markersize=30, label="floor")
     axes.set_ylabel("ms per step")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row.get("model"), row["batch"], row["context"]

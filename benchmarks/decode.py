@@ -9,8 +9,9 @@
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
 
 A model has a published shape and random weights; contexts may go beyond the positions it was made for, which cost the
-same. Every row names its model. floor_ms is (bytes of keys and values that are read + bytes of weights, those of layers
-in a loop once per loop) over the read bandwidth. Before anything is timed the program is compared with the model.
+same. Every row names its model. `bytes` of attention are the keys and values that a step reads, those of products the
+weights (of layers in a loop once per loop); floor_ms is both over the read bandwidth. Before anything is timed the
+program is compared with the model.
 """
 
 from __future__ import annotations
@@ -19,45 +20,22 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DoryConfig, HrmTextConfig, PreTrainedConfig
 
 from benchmarks import breakdown, latency
+from benchmarks.models import MODELS, make_setup
 from benchmarks.systems import SYSTEMS, Point, Setup, free_memory
 from benchmarks.timing import conditions, step_time
-from sparse_compile.config import SparseConfig
-from sparse_compile.models import preset_config, random_model, tiny_model
 from sparse_compile.validation import validate_program
 
 POINTS = "2x32768,4x16384,32x1900,8x8192,1x1024"
 TINY_POINTS = "2x64,1x32"
 HOST_POINT, FIRST_TOKEN_POINTS = "32x1900", "1x8192,8x2048"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A published size of a model, the tiny model of its kind, and the loop in which it can capture."""
-
-    config: Callable[[], PreTrainedConfig]
-    tiny: str
-    capture_loop: int = 1
-
-
-MODELS = {
-    "ouro-1.4b": Shape(lambda: preset_config("ouro-1.4b"), "ouro"),
-    "ouro-2.6b": Shape(lambda: preset_config("ouro-2.6b"), "ouro"),
-    # Dory has two loops: what its second one consumes is captured in the first.
-    "dory": Shape(lambda: DoryConfig(recurrent_kv_cache_mode="per_loop"), "dory", capture_loop=0),
-    "hrm-text": Shape(HrmTextConfig, "hrm-text"),
-}
-OURS = (
-    "sparse",
-    "dense",
-)  # the systems for every model; transformers' own, over its caches, are known for Ouro alone
+# The systems for every model; transformers' own, over its caches, are known for Ouro alone.
+OURS = ("sparse", "dense")
 BANDWIDTH = 4.35e12  # bytes per second that an H200 reads
 EXTRAS = ("host", "first-token", "warm-up")
 
@@ -67,29 +45,16 @@ def parse_points(text: str) -> list[Point]:
     return [Point(*(int(number) for number in item.split("x"))) for item in text.split(",") if item]
 
 
-def make_setup(options: argparse.Namespace, name: str) -> Setup:
+def setup_of(options: argparse.Namespace, name: str) -> Setup:
     """A model and the options of all systems."""
-    shape = MODELS[name]
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
-    config = SparseConfig(
+    return make_setup(
+        name,
+        tiny=options.tiny,
+        room=4 * (options.warm + options.steps) + 64,
         key_retention=options.retention,
-        capture_loop=shape.capture_loop,
         dense_below=options.dense_below,
         prefill_chunk=options.prefill_chunk,
-        implementation="auto",
-        validate=False,
-        progress=False,
-    ).for_device(device.type)
-    if options.tiny:
-        torch.set_num_threads(1)
-        model = tiny_model(shape.tiny)
-    else:
-        with torch.device(device):
-            model = random_model(shape.config(), torch.bfloat16)
-    return Setup(
-        name, model.to(device), config, room=4 * (options.warm + options.steps) + 64,
-        compile_backend="eager" if options.tiny else "inductor",
-    )  # fmt: skip
+    )
 
 
 def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) -> dict[str, Any]:
@@ -118,9 +83,10 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
         row["error"] = reason(error)
     sparse = name == "sparse" and point.context >= (setup.config.dense_below or 0)
     traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes(point)}
+    row["bytes"] = traffic
     row["floor_ms"] = round(sum(traffic.values()) / BANDWIDTH * 1000, 3)
     row["setup_s"] = round(time.perf_counter() - started, 1)
-    shown = {key: value for key, value in row.items() if key != "breakdown"}
+    shown = {key: value for key, value in row.items() if key not in ("breakdown", "bytes")}
     print(json.dumps(shown), flush=True)
     if "breakdown" in row:
         print(
@@ -212,7 +178,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     if options.warm_up_only:
-        setup = make_setup(options, options.model)
+        setup = setup_of(options, options.model)
         print(latency.warm_up(setup, *((2, 64) if options.tiny else (32, 2048))))
         return {}
     report = conditions()
@@ -229,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def run_model(name: str, options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Adds to the report what is to be measured of one model."""
-    setup = make_setup(options, name)
+    setup = setup_of(options, name)
     check(setup)
     shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
     report.update(run_extras(setup, options, shared))

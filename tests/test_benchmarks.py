@@ -18,7 +18,7 @@ from sparse_compile.models.branches import Branches
 
 @pytest.fixture(scope="module")
 def setup() -> decode.Setup:
-    return decode.make_setup(decode.parse(["--tiny"]), "ouro-1.4b")
+    return decode.setup_of(decode.parse(["--tiny"]), "ouro-1.4b")
 
 
 def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +35,9 @@ def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "error" not in row, row
         assert (row["model"], row["batch"], row["context"]) == ("ouro-1.4b", 2, 40)
         assert row["step_ms"] > 0
+        assert row["floor_ms"] == pytest.approx(
+            sum(row["bytes"].values()) / decode.BANDWIDTH * 1000, abs=1e-3
+        )
         attention = row["breakdown"].get("attention", 0)
         assert row["other_ms"] == pytest.approx(sum(row["breakdown"].values()) - attention, abs=2e-3)
     assert report["host"]["wall_ms"] > 0
@@ -89,14 +92,14 @@ MLP = 3 * 64 * 32
 )
 def test_weights_that_a_step_reads_by_hand(model: str, layers: int, once: int) -> None:
     """Of the embedding, one line of 32 numbers per row."""
-    setup = decode.make_setup(decode.parse(["--tiny"]), model)
+    setup = decode.setup_of(decode.parse(["--tiny"]), model)
     for rows in (1, 3):
         assert setup.weight_bytes(Point(rows, 100)) == 4 * (layers + once + rows * 32)
 
 
 def test_keys_of_sliding_windows_by_hand() -> None:
     """Windows of 8 in the first layer and in one of the loop; the full layer of the loop captures in the first loop."""
-    setup = decode.make_setup(decode.parse(["--tiny"]), "dory")
+    setup = decode.setup_of(decode.parse(["--tiny"]), "dory")
     one = 2 * 2 * 8 * 4  # k and v of 2 heads of 8 numbers of 4 bytes
     windows, full, kept = (1 + 3) * 8, 100, 2 * 10  # 2 query heads may keep different keys of a KV head
     assert setup.kv_bytes(Point(3, 100), sparse=False) == 3 * one * (windows + (3 + 1) * full)
@@ -309,7 +312,7 @@ def test_speculation_measures_every_mode(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_scale_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = speculation.parse(["--tiny", "--least-acceptance", "0.9"])
-    setup = speculation.make_setup(options)
+    setup = speculation.setup_of(options)
     branches = Branches(setup.model)
     monkeypatch.setattr(
         speculation, "SCALES", (1.0, 0.0)
