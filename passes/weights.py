@@ -58,8 +58,18 @@ def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
     return len(storages) == 1 and follows
 
 
+def held_twice(tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> int:
+    """Bytes of `tensors` that would stay where they are beside a joined copy: those in storages that `others` need."""
+    if lie_in_a_row(tensors):
+        return 0
+    needed = {part.untyped_storage().data_ptr() for one in others for part in parts(one) if is_plain(part)}
+    return sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() in needed)
+
+
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows; afterwards the data of `tensors` are its slices, and their own memory is free."""
+    """One tensor of all rows; afterwards the data of `tensors` are its slices, and their own memory is free but for
+    what `held_twice` says.
+    """
     rows = sum(tensor.shape[0] for tensor in tensors)
     with torch.inference_mode(False), torch.no_grad():
         if lie_in_a_row(tensors):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantised import QUANTISERS, StandIn, stand_in
+from rich.console import Console
 
 from sparse_compile import sparse_compile
 from sparse_compile.errors import StaleModelError
@@ -102,6 +104,19 @@ def test_products_of_few_rows_leave_them_alone() -> None:
     assert report.skinny == 0
     assert len(report.not_skinny) == 2 * 7 + 1  # of each layer, and the head
     assert {reason for _, reason in report.not_skinny} == {"its weight is computed by the forward"}
+
+
+def test_the_report_says_what_is_quantised_and_whether_it_was_measured() -> None:
+    compiled = sparse_compile(make("stand-in"), key_retention=0.5, validate=False)
+    report, layers = compiled.report(), 2 * 7 + 2  # of each layer, the head and the exit gate
+    held = memory(weight for weight in compiled.model.parameters() if isinstance(weight, StandIn))
+    assert report.quantised == {"StandIn": {"weights": layers, "bytes": held, "measured": False}}
+    assert report.to_dict()["quantised"] == report.quantised
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.render())
+    assert f"quantised weights: {layers} of kind StandIn" in (text := console.export_text())
+    assert "steps with them are not measured" in text
+    assert sparse_compile(tiny_model("ouro"), key_retention=0.5, validate=False).report().quantised == {}
 
 
 def test_one_plain_layer_among_quantised_ones() -> None:
