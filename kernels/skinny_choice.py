@@ -39,8 +39,8 @@ _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice is made for: a weight [lines, depth]. gated: its tiles hold pairs of lines, as for [gate; up] and for
-    rotated heads.
+    """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
+    for rotated heads.
     """
 
     lines: int

@@ -46,9 +46,14 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def memory(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that tensors hold, each that is given more than once counted once."""
+    """Bytes that tensors hold, each that is given more than once counted once; of sparse ones those of the values."""
     known = {id(tensor): tensor for tensor in tensors}
-    return sum(part.nbytes for tensor in known.values() for part in parts(tensor))
+    return sum(_bytes(part) for tensor in known.values() for part in parts(tensor))
+
+
+def _bytes(part: torch.Tensor) -> int:
+    sparse = part.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+    return part._nnz() * part.element_size() if sparse else part.nbytes
 
 
 def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:

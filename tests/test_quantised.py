@@ -149,6 +149,8 @@ def test_memory_is_what_weights_hold() -> None:
     assert [part.dtype for part in parts(weight)] == [torch.int8, torch.float32]
     assert memory([weight, weight]) == 8 * 16 + 8 * 4
     assert weight.nbytes == 8 * 16 * 4
+    sparse = torch.eye(3, dtype=torch.float64)
+    assert memory([sparse.to_sparse(), sparse.to_sparse_csr()]) == 2 * 3 * 8
 
 
 def test_a_model_loaded_with_a_quantisation_config(tmp_path: Path) -> None:
