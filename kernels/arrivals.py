@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-_counters: dict[tuple[torch.device, str], list[Tensor]] = {}
+Stream = Literal["main", "selection"]
+_counters: dict[tuple[torch.device, Stream], list[Tensor]] = {}
 
 
-def arrivals(device: torch.device, count: int, stream: str = "main") -> Tensor:
+def arrivals(device: torch.device, count: int, stream: Stream = "main") -> Tensor:
     """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
 
     One set per device and stream, so kernels that share a set must follow each other. Buffers that were outgrown stay
@@ -25,3 +28,9 @@ def arrivals(device: torch.device, count: int, stream: str = "main") -> Tensor:
         size = 1 << (max(count, 8192) - 1).bit_length()
         buffers.append(torch.zeros(size, dtype=torch.int32, device=device))
     return buffers[-1]
+
+
+def reserve(device: torch.device, count: int) -> None:
+    """Make `count` counters of every set now: what is first made within a CUDA graph's memory pool could not stay."""
+    for stream in get_args(Stream):
+        arrivals(device, count, stream)

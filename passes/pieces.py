@@ -40,8 +40,8 @@ class Code:
     @cached_property
     def row_outputs(self) -> tuple[int, ...]:
         """Places of the outputs whose first dimension is rows."""
-        output = next(reversed(self.module.graph.nodes))
-        return tuple(at for at, node in enumerate(output.args[0]) if is_row_tensor(node))
+        made = self.module.graph.output_node().args[0]
+        return tuple(at for at, node in enumerate(made) if is_row_tensor(node))
 
 
 @dataclass(frozen=True)

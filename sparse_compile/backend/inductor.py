@@ -102,7 +102,7 @@ def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_kernels(graph: fx.GraphModule) -> None:
     """Memory that the Triton kernels keep between calls is made now: within a CUDA graph's pool it could not stay."""
-    from sparse_compile.kernels.arrivals import arrivals
+    from sparse_compile.kernels.arrivals import reserve
     from sparse_compile.kernels.dispatch import resolve
     from sparse_compile.passes.nodes import fake_maybe
 
@@ -113,4 +113,4 @@ def _prepare_kernels(graph: fx.GraphModule) -> None:
         if resolve(str(node.kwargs["implementation"]), "cuda", query.dtype, int(query.shape[2])) == "triton":
             # A symbolic batch is not asked for its size, which would fix it; the least reserve serves it.
             lines = [size for size in query.shape[:2] if isinstance(size, int)]
-            arrivals(query.device, math.prod(lines) if len(lines) == 2 else 1)
+            reserve(query.device, math.prod(lines) if len(lines) == 2 else 1)
