@@ -40,7 +40,7 @@ class Code:
     @cached_property
     def row_outputs(self) -> tuple[int, ...]:
         """Places of the outputs whose first dimension is rows."""
-        made = self.module.graph.output_node().args[0]
+        made: Any = self.module.graph.output_node().args[0]
         return tuple(at for at, node in enumerate(made) if is_row_tensor(node))
 
 
