@@ -21,16 +21,17 @@ CLASSES = {
     "attention": r"attention|fmha|flash|mha_|sdpa|paged",
     "products": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|matmul|skinny",
     "copies": r"memcpy|memset|copy|catarray",
-    "sampling": r"argmax|softmax|logsumexp|multinomial|sort",
+    "sampling": r"argmax|greedy|softmax|logsumexp|multinomial|sort",
     "pointwise and norms": r"elementwise|reduce|vectorized|index|gather|scatter|cumsum",
 }
 OTHER = "other"
 
 
 def our_kernels() -> frozenset[str]:
-    """Names of the attention kernels of this project, as they are launched. The products' are known by theirs."""
+    """Names of the attention kernels of this project, as they are launched. The others are known by theirs."""
     names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
-    modules = [name for name in names if name.startswith("triton_") and name != "triton_skinny"]
+    others = ("triton_skinny", "triton_greedy")
+    modules = [name for name in names if name.startswith("triton_") and name not in others]
     return frozenset(
         name
         for module in modules
@@ -105,16 +106,22 @@ def table(title: str, times: dict[str, float], traffic: dict[str, int], bandwidt
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Stacked bars of the rows that have a breakdown, one bar for each point and system."""
+    """Stacked bars of the rows that have a breakdown, one for each system, side by side at each point of a model."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     rows = [row for row in rows if row.get("breakdown")]
+    places = list(dict.fromkeys(_place(row) for row in rows))
+    rows.sort(key=lambda row: places.index(_place(row)))
     kinds = dict.fromkeys(kind for row in rows for kind in row["breakdown"])
-    names = [f"{row['batch']}x{row['context']}\n{row['system']}" for row in rows]
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(rows), 4.5))
+    several = len({row.get("model") for row in rows}) > 1
+    names = []
+    for row in rows:
+        lines = [f"{row['batch']}x{row['context']}", *row["system"].split("-")]
+        names.append("\n".join([row["model"], *lines] if several else lines))
+    figure, axes = pyplot.subplots(figsize=(3.5 + 1.1 * len(rows), 4.5))
     bottom = [0.0] * len(rows)
     for kind in kinds:
         heights = [row["breakdown"].get(kind, 0.0) for row in rows]
@@ -122,7 +129,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.plot(names, [row["floor_ms"] for row in rows], "k_", markersize=30, label="floor")
     axes.set_ylabel("ms per step")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row.get("model"), row["batch"], row["context"]

@@ -4,11 +4,14 @@
     python -m benchmarks.decode --systems sparse,dense --points 2x32768,1x1024   some of them
     python -m benchmarks.decode --systems sparse,transformers-static@2x32768     one of them at points of its own
     python -m benchmarks.decode --systems sparse,dense --breakdown --plot steps.png
+    python -m benchmarks.decode --model ouro-1.4b,dory,hrm-text --breakdown      several models, one after the other
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
 
-The model has the shape of a preset and random weights. floor_ms is (bytes of keys and values that are read + weights
-once per loop) over the read bandwidth. Before anything is timed the compiled program is compared with the model.
+A model has a published shape and random weights; contexts may go beyond the positions it was made for, which cost the
+same. Every row names its model. `bytes` of attention are the keys and values that a step reads, those of products the
+weights (of layers in a loop once per loop); floor_ms is both over the read bandwidth. Before anything is timed the
+program is compared with the model.
 """
 
 from __future__ import annotations
@@ -21,25 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DoryConfig, HrmTextConfig
 
 from benchmarks import breakdown, latency
+from benchmarks.models import MODELS, make_setup
 from benchmarks.systems import SYSTEMS, Point, Setup, free_memory
 from benchmarks.timing import conditions, step_time
-from sparse_compile.config import SparseConfig
-from sparse_compile.models import preset_config, random_model, tiny_model
 from sparse_compile.validation import validate_program
 
 POINTS = "2x32768,4x16384,32x1900,8x8192,1x1024"
 TINY_POINTS = "2x64,1x32"
 HOST_POINT, FIRST_TOKEN_POINTS = "32x1900", "1x8192,8x2048"
-# Shapes of published sizes. transformers' own decoders over their caches are known for Ouro alone.
-MODELS = {
-    "ouro-1.4b": lambda: preset_config("ouro-1.4b"),
-    "ouro-2.6b": lambda: preset_config("ouro-2.6b"),
-    "dory": lambda: DoryConfig(recurrent_kv_cache_mode="per_loop"),
-    "hrm-text": HrmTextConfig,
-}
+# The systems for every model; transformers' own, over its caches, are known for Ouro alone.
+OURS = ("sparse", "dense")
 BANDWIDTH = 4.35e12  # bytes per second that an H200 reads
 EXTRAS = ("host", "first-token", "warm-up")
 
@@ -49,32 +45,26 @@ def parse_points(text: str) -> list[Point]:
     return [Point(*(int(number) for number in item.split("x"))) for item in text.split(",") if item]
 
 
-def make_setup(options: argparse.Namespace) -> Setup:
-    """The model and the options of all systems; a gate compares the compiled program with the model."""
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
-    config = SparseConfig(
+def setup_of(options: argparse.Namespace, name: str) -> Setup:
+    """A model and the options of all systems."""
+    return make_setup(
+        name,
+        tiny=options.tiny,
+        room=4 * (options.warm + options.steps) + 64,
         key_retention=options.retention,
         dense_below=options.dense_below,
         prefill_chunk=options.prefill_chunk,
-        implementation="auto",
-        validate=False,
-        progress=False,
-    ).for_device(device.type)
-    if options.tiny:
-        torch.set_num_threads(1)
-        model = tiny_model("ouro")
-    else:
-        with torch.device(device):
-            model = random_model(MODELS[options.model](), torch.bfloat16)
-    return Setup(
-        model.to(device), config, room=4 * (options.warm + options.steps) + 64,
-        compile_backend="eager" if options.tiny else "inductor",
-    )  # fmt: skip
+    )
 
 
 def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the result; a system that fails gives a row with the reason."""
-    row: dict[str, Any] = {"batch": point.batch, "context": point.context, "system": name}
+    row: dict[str, Any] = {
+        "model": setup.name,
+        "batch": point.batch,
+        "context": point.context,
+        "system": name,
+    }
     free_memory()
     started = time.perf_counter()
     try:
@@ -92,13 +82,16 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
     except Exception as error:
         row["error"] = reason(error)
     sparse = name == "sparse" and point.context >= (setup.config.dense_below or 0)
-    traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes()}
+    traffic = {"attention": setup.kv_bytes(point, sparse), "products": setup.weight_bytes(point)}
+    row["bytes"] = traffic
     row["floor_ms"] = round(sum(traffic.values()) / BANDWIDTH * 1000, 3)
     row["setup_s"] = round(time.perf_counter() - started, 1)
-    shown = {key: value for key, value in row.items() if key != "breakdown"}
+    shown = {key: value for key, value in row.items() if key not in ("breakdown", "bytes")}
     print(json.dumps(shown), flush=True)
     if "breakdown" in row:
-        print(breakdown.table(f"{point} {name}", row["breakdown"], traffic, BANDWIDTH), flush=True)
+        print(
+            breakdown.table(f"{setup.name} {point} {name}", row["breakdown"], traffic, BANDWIDTH), flush=True
+        )
     return row
 
 
@@ -138,8 +131,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--points", help=f"batch x context; default {POINTS}")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--model", default="ouro-1.4b", choices=MODELS)
+    parser.add_argument(
+        "--systems",
+        help=f"default {','.join(SYSTEMS)}; beyond Ouro, {','.join(OURS)}, which are all there are",
+    )
+    parser.add_argument("--model", default="ouro-1.4b", help=f"one or more of {','.join(MODELS)}")
     parser.add_argument("--retention", default="0.1")
     parser.add_argument("--dense-below", type=int, help="default: by device")
     parser.add_argument("--prefill-chunk", type=int, default=8192)
@@ -152,12 +148,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    asked = dict(item.partition("@")[::2] for item in options.systems.split(",") if item)
+    options.models = [name for name in options.model.split(",") if name]
+    others = [name for name in options.models if not name.startswith("ouro")]
+    systems = ",".join(OURS if others else SYSTEMS) if options.systems is None else options.systems
+    asked = dict(item.partition("@")[::2] for item in systems.split(",") if item)
     options.extras = [name for name in options.extras.split(",") if name]
-    for name, given, known in (("systems", asked, SYSTEMS), ("extras", options.extras, EXTRAS)):
+    lists = (
+        ("model", options.models, MODELS),
+        ("systems", asked, SYSTEMS),
+        ("extras", options.extras, EXTRAS),
+    )
+    for name, given, known in lists:
         unknown = set(given) - set(known)
         if unknown:
             parser.error(f"--{name}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if others and set(asked) - set(OURS):
+        parser.error(
+            f"--systems: {others[0]} runs with {', '.join(OURS)} alone; leave the others to Ouro's shapes"
+        )
+    if options.extras and len(options.models) > 1:
+        parser.error(f"--extras: are of one model, not of {len(options.models)}; run them with one --model")
     if options.tiny:
         options.warm, options.steps = 2, 4
     points = options.points or (TINY_POINTS if options.tiny else POINTS)
@@ -167,30 +177,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
-    setup = make_setup(options)
     if options.warm_up_only:
+        setup = setup_of(options, options.model)
         print(latency.warm_up(setup, *((2, 64) if options.tiny else (32, 2048))))
         return {}
     report = conditions()
     print(json.dumps(report), flush=True)
-    check(setup)
     report["rows"] = []
-    shared = [
-        "--model",
-        options.model,
-        "--retention",
-        options.retention,
-        *(["--tiny"] if options.tiny else []),
-    ]
-    report |= run_extras(setup, options, shared)
-    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
-    for name, points in options.systems.items():
-        for point in points:
-            report["rows"].append(measure(name, setup, point, options))
-            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
+    for name in options.models:
+        run_model(name, options, report)
+        torch._dynamo.reset()  # what is compiled of one model is of no use to the next
+        free_memory()
     if options.plot:
         breakdown.plot(report["rows"], options.plot)
     return report
+
+
+def run_model(name: str, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Adds to the report what is to be measured of one model."""
+    setup = setup_of(options, name)
+    check(setup)
+    shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
+    report.update(run_extras(setup, options, shared))
+    # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
+    for system, points in options.systems.items():
+        for point in points:
+            report["rows"].append(measure(system, setup, point, options))
+            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import decode
+from benchmarks.models import MODELS, make_setup
 from benchmarks.systems import Setup, free_memory
 from benchmarks.timing import conditions
 from sparse_compile.runtime.request import SamplingParams
@@ -148,7 +149,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16, help="sequences at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="ouro-1.4b", choices=decode.MODELS)
+    parser.add_argument("--model", default="ouro-1.4b", choices=MODELS)
     parser.add_argument("--retention", default="0.1")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--out", type=Path)
@@ -165,14 +166,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
-    shared = [
-        "--model",
-        options.model,
-        "--retention",
-        options.retention,
-        *(["--tiny"] if options.tiny else []),
-    ]
-    setup = decode.make_setup(decode.parse(shared))
+    setup = make_setup(
+        options.model, tiny=options.tiny, room=0, key_retention=options.retention, prefill_chunk=8192
+    )
     report = conditions()
     print(json.dumps(report), flush=True)
     decode.check(setup)

@@ -24,13 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.decode import MODELS, check, parse_points, reason, write
+from benchmarks.decode import check, parse_points, reason, write
+from benchmarks.models import MODELS, make_setup
 from benchmarks.systems import Ours, Point, Setup, free_memory
 from benchmarks.timing import conditions, synchronize
-from sparse_compile.config import SparseConfig
-from sparse_compile.models import random_model, tiny_model
 from sparse_compile.models.branches import Branches
 from sparse_compile.speculation import SpeculationConfig
 
@@ -215,25 +212,16 @@ def compare(rows: Sequence[dict[str, Any]]) -> None:
             row[name] = None if base is None else round(row["tokens_per_s"] / base, 3)
 
 
-def make_setup(options: argparse.Namespace) -> Setup:
+def setup_of(options: argparse.Namespace) -> Setup:
     """The model and what all modes share."""
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
-    config = SparseConfig(
-        key_retention=options.retention,
-        deterministic=options.deterministic,
-        validate=False,
-        progress=False,
-    ).for_device(device.type)
-    if options.tiny:
-        torch.set_num_threads(1)
-        model = tiny_model("ouro")
-    else:
-        with torch.device(device):
-            model = random_model(MODELS[options.model](), torch.bfloat16)
     most = max(mode.tokens_per_step for mode in options.modes)
     searched = len(SCALES) * (options.search_steps + 32)
-    return Setup(
-        model.to(device), config, room=max(most * (options.warm + WINDOWS * options.steps), searched) + 64
+    return make_setup(
+        options.model,
+        tiny=options.tiny,
+        room=max(most * (options.warm + WINDOWS * options.steps), searched) + 64,
+        key_retention=options.retention,
+        deterministic=options.deterministic,
     )
 
 
@@ -270,7 +258,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     options = parse(arguments)
-    setup = make_setup(options)
+    setup = setup_of(options)
     branches = Branches(setup.model)
     report = conditions()
     print(json.dumps(report), flush=True)

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from benchmarks.timing import synchronize
 from sparse_compile.compile import EngineFactory, compile_model
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig
+from sparse_compile.passes.graph import is_call
+from sparse_compile.passes.program import Variant
 from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.request import SamplingParams
 
@@ -38,8 +41,9 @@ class Point:
 
 @dataclass
 class Setup:
-    """What all systems of a run share. room: tokens that a sequence can get beyond its context."""
+    """What all systems of a model share. room: tokens that a sequence can get beyond its context."""
 
+    name: str
     model: Any
     config: SparseConfig
     room: int
@@ -74,9 +78,25 @@ class Setup:
         reads = self.compiled.report((point.context,)).reads[0]
         return point.batch * (reads.sparse_bytes if sparse else reads.dense_bytes)
 
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters, once per loop."""
-        return self.compiled.program.loops * sum(tensor.nbytes for tensor in self.model.parameters())
+    def weight_bytes(self, point: Point) -> int:
+        """Bytes of weights that one step reads."""
+        return read_weights(self.compiled.program.variants["dense"], point.batch)
+
+
+def read_weights(variant: Variant, rows: int) -> int:
+    """Bytes of weights that a step of `rows` rows reads: each tensor once for every operation on it, in each stage that
+    runs, so that layers in a loop count once per loop and the others once. Of embeddings, a line per row.
+    """
+    read = 0
+    for stage in variant.stages:
+        for node in stage.module.graph.nodes:
+            tensor = attrgetter(node.target)(stage.module) if node.op == "get_attr" else None
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            for user in node.users:
+                looked_up = is_call(user, torch.ops.aten.embedding.default)
+                read += rows * tensor[0].nbytes if looked_up else tensor.nbytes
+    return read
 
 
 class System(Protocol):

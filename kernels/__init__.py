@@ -10,6 +10,7 @@
     ops          op schemas and fakes; importing it registers `torch.ops.sparse_compile.*`
     dispatch     the real implementations behind the schemas
     skinny       products of a few rows with a large weight; importing it registers their ops
+    greedy       the largest logit of each row and its log-probability, in one pass
 
 This room imports torch and nothing else of this project. The submodules are loaded on first use.
 """

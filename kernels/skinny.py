@@ -3,6 +3,8 @@
     skinny_linear  x @ weight^T + bias
     skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up]
     skinny_add     residual + x @ weight^T + bias
+    skinny_rotary  x @ weight^T + bias, of which the first `rotated` columns are heads that are rotated by halves:
+                   [a, b] -> [a, b] * cos + [-b, a] * sin; cos and sin are [..., D] for heads of D
 
 x is [..., K], weight [N, K] (gated: [2 N, K]), residual and the fresh contiguous result [..., N], all of one dtype; a
 bias has one value per line of the weight. Inputs may have any strides.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +39,32 @@ SCHEMAS = {
     "skinny_linear": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
     "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
     "skinny_add": "(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None, *, bool fixed=False) -> Tensor",
+    "skinny_rotary": "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? bias=None, *, int rotated, "
+    "bool fixed=False) -> Tensor",
 }
 """Op name -> schema without the name."""
+
+
+class Rotary(NamedTuple):
+    """How the first `width` columns of a product are rotated, head by head. cos, sin: [..., D], as the rows of x."""
+
+    cos: Tensor
+    sin: Tensor
+    width: int
+
+    def to(self, dtype: torch.dtype) -> Rotary:
+        return Rotary(self.cos.to(dtype), self.sin.to(dtype), self.width)
+
+    def rows(self, count: int, start: int, stop: int) -> Rotary:
+        """That of rows start .. stop of `count`."""
+        cos, sin = (x.reshape(count, x.shape[-1])[start:stop] for x in (self.cos, self.sin))
+        return Rotary(cos, sin, self.width)
+
+    def __call__(self, product: Tensor) -> Tensor:
+        heads = product[..., : self.width].unflatten(-1, (-1, self.cos.shape[-1]))
+        a, b = heads.chunk(2, -1)
+        turned = heads * self.cos[..., None, :] + torch.cat((-b, a), -1) * self.sin[..., None, :]
+        return torch.cat((turned.flatten(-2), product[..., self.width :]), -1)
 
 
 def define(
@@ -46,11 +73,13 @@ def define(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    rotary: Rotary | None = None,
 ) -> Tensor:
-    """The definition of all three ops."""
+    """The definition of all ops."""
     wide = compute_dtype(x.dtype)
     wide_bias, wide_residual = (None if other is None else other.to(wide) for other in (bias, residual))
-    return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated).to(x.dtype)
+    turned = None if rotary is None else rotary.to(wide)
+    return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated, turned).to(x.dtype)
 
 
 def eager(
@@ -59,12 +88,15 @@ def eager(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """The same, rounded to the operands' dtype after every operation."""
     product = F.linear(x, weight, bias)
     if gated:
         gate, up = product.chunk(2, -1)
         product = F.silu(gate) * up
+    if rotary is not None:
+        product = rotary(product)
     return product if residual is None else residual + product
 
 
@@ -80,6 +112,20 @@ def add(
     x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, fixed: bool = False
 ) -> Tensor:
     return _run(x, weight, bias, residual, False, fixed)
+
+
+def rotary(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rotated: int,
+    fixed: bool = False,
+) -> Tensor:
+    check_rotary(x, weight, cos, sin, rotated)
+    return _run(x, weight, bias, None, False, fixed, Rotary(cos, sin, rotated))
 
 
 def starts_early(device: torch.device) -> bool:
@@ -99,25 +145,42 @@ def obstacle(dtype: torch.dtype, weight: Tensor) -> str:
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fixed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    fixed: bool,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     check(x, weight, bias, residual, gated)
     if fixed:
-        return _fixed(x, weight, bias, residual, gated)
+        return _fixed(x, weight, bias, residual, gated, rotary)
     if x.device.type != "cuda":
-        return define(x, weight, bias, residual, gated)
+        return define(x, weight, bias, residual, gated, rotary)
     rows = x.shape[:-1].numel()
     if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
-        tiles = importlib.import_module(".skinny_choice", __package__).tiles_maybe(rows, weight, gated)
+        choice = importlib.import_module(".skinny_choice", __package__)
+        # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of their own.
+        tiles = choice.tiles_maybe(rows, weight, gated or rotary is not None)
+        if tiles is None and rotary is not None:
+            tiles = choice.own_tiles(rows, weight, True)
         if tiles is not None:
             backend = importlib.import_module(".skinny_backend", __package__)
             flat = None if residual is None else residual.reshape(rows, -1)
-            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles)
+            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary)
             return made.view(*x.shape[:-1], made.shape[1])
-    return eager(x, weight, bias, residual, gated).contiguous()
+    return eager(x, weight, bias, residual, gated, rotary).contiguous()
 
 
-def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+def _fixed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    rotary: Rotary | None,
+) -> Tensor:
     """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
     on_cuda, reason = x.device.type == "cuda", obstacle(x.dtype, weight)
     if on_cuda and reason:
@@ -128,13 +191,14 @@ def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     made = []
     for start in range(0, rows, step):
         some, more = flat[start : start + step], None if added is None else added[start : start + step]
+        turn = None if rotary is None else rotary.rows(rows, start, start + step)
         if on_cuda:
             backend = importlib.import_module(".skinny_backend", __package__)
             choice = importlib.import_module(".skinny_choice", __package__)
-            tiles = choice.fixed_tiles(some.shape[0], weight, gated)
-            made.append(backend.launch(some, weight, bias, more, gated, tiles))
+            tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None)
+            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn))
         else:  # a copy: how a product is added may follow from where its operand begins
-            made.append(define(some.clone(), weight, bias, more, gated))
+            made.append(define(some.clone(), weight, bias, more, gated, turn))
     width = weight.shape[0] // (2 if gated else 1)
     whole = torch.cat(made) if len(made) > 1 else made[0] if made else x.new_empty(0, width)
     return whole.view(*x.shape[:-1], width)
@@ -162,26 +226,39 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
             )
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+def check_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
+    """Raises ValueError where heads and angles do not fit the product."""
+    size = cos.shape[-1]
+    if cos.shape != sin.shape or cos.shape[:-1] != x.shape[:-1] or size % 2:
+        raise ValueError(
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be {(*x.shape[:-1], 'D')} with an even D"
+        )
+    if not 0 <= rotated <= weight.shape[0] or rotated % size or weight.shape[0] % size:
+        raise ValueError(
+            f"rotated={rotated} of {weight.shape[0]} columns: both must be heads of {size}, rotated ones first"
+        )
+    for name, other in (("cos", cos), ("sin", sin)):
+        if (other.dtype, other.device) != (x.dtype, x.device):
+            raise ValueError(
+                f"{name} is {other.dtype} on {other.device}, x {x.dtype} on {x.device}; they must agree"
+            )
+
+
+def _fake(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+def _fake_gated(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
-
-
-def _fake_add(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, fixed: bool = False
-) -> Tensor:
-    return _fake_linear(x, weight, bias)
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("sparse_compile", "FRAGMENT")
     ops: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-        "skinny_linear": (linear, _fake_linear),
+        "skinny_linear": (linear, _fake),
         "skinny_gated": (gated, _fake_gated),
-        "skinny_add": (add, _fake_add),
+        "skinny_add": (add, _fake),
+        "skinny_rotary": (rotary, _fake),
     }
     for name, (real, fake) in ops.items():
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import cdiv
 
 from .arrivals import arrivals
+from .skinny import Rotary
 from .skinny_tuning import Tiles, padded_rows
 from .triton_skinny import skinny_kernel
 
@@ -22,6 +23,7 @@ def launch(
     residual: Tensor | None,
     gated: bool,
     tiles: Tiles,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -32,28 +34,40 @@ def launch(
         return out
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    pairs = gated or rotary is not None
+    columns = width if rotary is None else width // 2
+    cos, sin = (out, out) if rotary is None else (_rows(one, rows) for one in rotary[:2])
     on_cuda, blocks, padded = (
         x.device.type == "cuda",
-        cdiv(width, tiles.lines),
+        cdiv(columns, tiles.lines),
         padded_rows(rows, tiles.slices),
     )
     part, arrived = out, out
     if tiles.splits > 1:
-        lines = tiles.lines * (2 if gated else 1)
+        lines = tiles.lines * (2 if pairs else 1)
         part = torch.empty(blocks * tiles.splits * lines * padded, dtype=torch.float32, device=x.device)
         arrived = arrivals(x.device, blocks)
     pdl = tiles.pdl and on_cuda
     skinny_kernel[(blocks, tiles.splits)](
-        x, weight, bias if bias is not None else out, residual if residual is not None else out, out, part, arrived,
-        rows, width, depth, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        x, weight, bias if bias is not None else out, residual if residual is not None else out,
+        cos, sin, out, part, arrived,
+        rows, columns, depth, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+        cos.stride(0), sin.stride(0), out.stride(0), 0 if rotary is None else rotary.width,
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATED=gated,
-        EVEN=width % tiles.lines == 0 and depth % tiles.columns == 0,
+        HALF=0 if rotary is None else rotary.cos.shape[-1] // 2,
+        EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
         STAGES=tiles.stages, AHEAD=_ahead(tiles, weight) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
         UPCAST=not on_cuda and x.dtype == torch.bfloat16,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
+
+
+def _rows(x: Tensor, rows: int) -> Tensor:
+    """[rows, D] with the last stride 1."""
+    flat = x.reshape(rows, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def _ahead(tiles: Tiles, weight: Tensor) -> int:

@@ -30,7 +30,7 @@ from triton import cdiv
 
 from .skinny import starts_early
 from .skinny_backend import launch
-from .skinny_tuning import Gpu, Product, Tiles, default_tiles
+from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
 FORMAT = 2  # of the file, and of the kernel whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
@@ -39,7 +39,9 @@ _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice is made for: a weight [lines, depth], plain or [gate; up]."""
+    """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
+    for rotated heads.
+    """
 
     lines: int
     depth: int
@@ -65,6 +67,19 @@ _choices: dict[tuple[Shape, int], Tiles | None] = {}
 def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
     """The tiles for a call, or None where the library serves it better."""
     return choose(_shape(weight, gated), _bucket(rows))
+
+
+def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+    """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
+    shape, bucket = _shape(weight, gated), _bucket(rows)
+    return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
+
+
+def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
+    """Whether one program's loads have room; those of the default always do."""
+    lines = tiles.lines * (2 if shape.gated else 1) + padded_rows(rows, tiles.slices)
+    held = lines * tiles.columns * shape.dtype.itemsize * max(1, tiles.stages - 1)
+    return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
 def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:

@@ -14,7 +14,7 @@ an order of their own. Sums are float32, epilogues too, and the result is rounde
 With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
 the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.
 
-Mirrors `skinny.linear`, `skinny.gated` and `skinny.add`.
+Mirrors `skinny.linear`, `skinny.gated`, `skinny.add` and `skinny.rotary`.
 """
 
 from __future__ import annotations
@@ -63,22 +63,26 @@ def add_slices(acc, SLICES: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def weight_line(tile, r, N, BN: tl.constexpr, GATED: tl.constexpr):
-    """int64 lines of the weight, and which column of the result each belongs to; gated tiles hold gate, then up."""
+def weight_line(tile, r, N, BN: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr):
+    """int64 lines of the weight, and which column or pair of columns of the result each belongs to; gated tiles hold
+    gate, then up, and tiles of rotated heads the first elements of pairs, then the second.
+    """
     n = tile * BN + (r % BN)
     if GATED:
         return n + (r // BN) * N, n
+    if HALF > 0:
+        return n + n // HALF * HALF + (r // BN) * HALF, n
     return n, n
 
 
 @triton.jit
 def prefetch_weight(w, tile, k0, N, end, w_n, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-                    AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
+                    HALF: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
     """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache: one request per thread."""
     PARTS: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
     WIDTH: tl.constexpr = AHEAD // PARTS
     t = tl.arange(0, ROWS * PARTS)
-    line, n = weight_line(tile, t // PARTS, N, BN, GATED)
+    line, n = weight_line(tile, t // PARTS, N, BN, GATED, HALF)
     k = k0 + (t % PARTS) * WIDTH
     wanted = (n < N) & (k + WIDTH <= end)
     size = tl.where(wanted, WIDTH * w.dtype.element_ty.primitive_bitwidth // 8, 0)
@@ -89,46 +93,75 @@ def prefetch_weight(w, tile, k0, N, end, w_n, BN: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-           GATED: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def halves(y, BN: tl.constexpr, BM: tl.constexpr):
+    """[2 BN, BM] -> the first and the second BN lines, [BN, BM] each."""
+    return tl.split(tl.permute(tl.reshape(y, [2, BN, BM]), (1, 2, 0)))
+
+
+@triton.jit
+def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.constexpr, BM: tl.constexpr,
+                  HALF: tl.constexpr):  # fmt: skip
+    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF]."""
+    a, b = halves(y, BN, BM)
+    first = n + n // HALF * HALF
+    j = (n % HALF)[:, None]
+    turn = ok & (first < TURNED)[:, None]
+    cos_a = tl.load(cos + at_m * c_m + j, mask=turn, other=1.0).to(tl.float32)
+    cos_b = tl.load(cos + at_m * c_m + j + HALF, mask=turn, other=1.0).to(tl.float32)
+    sin_a = tl.load(sin + at_m * s_m + j, mask=turn, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + at_m * s_m + j + HALF, mask=turn, other=0.0).to(tl.float32)
+    at = out + at_m * o_m + first[:, None]
+    tl.store(at, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=ok)
+    tl.store(at + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
+           HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
+           BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Epilogue and store of the sums y [ROWS, BM]."""
     n = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     ok = (n < N)[:, None] & (m < M)[None, :]
     at_m = m.to(tl.int64)[None, :]
     if HAS_BIAS:
-        line, column = weight_line(tile, tl.arange(0, y.shape[0]), N, BN, GATED)
+        line, column = weight_line(tile, tl.arange(0, y.shape[0]), N, BN, GATED, HALF)
         y += tl.load(bias + line, mask=column < N, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, [2, BN, BM]), (1, 2, 0)))  # [BN, BM] each
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    if ADDS:
-        y += tl.load(residual + at_m * r_m + n[:, None], mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + at_m * o_m + n[:, None], y.to(out.dtype.element_ty), mask=ok)
+    if HALF > 0:
+        store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN, BM, HALF)
+    else:
+        if GATED:
+            gate, up = halves(y, BN, BM)
+            y = gate / (1.0 + tl.exp(-gate)) * up
+        if ADDS:
+            y += tl.load(residual + at_m * r_m + n[:, None], mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + at_m * o_m + n[:, None], y.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x, w, bias, residual, out, part, arrived, M, N, K, x_m, w_n, r_m, o_m,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    x, w, bias, residual, cos, sin, out, part, arrived, M, N, K, x_m, w_n, r_m, c_m, s_m, o_m, TURNED,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result."""
+    """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result; with
+    HALF, half the size of a head of which the first TURNED columns are made, it is the number of pairs of columns.
+    """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ROWS: tl.constexpr = 2 * BN if GATED else BN
+    ROWS: tl.constexpr = 2 * BN if GATED or HALF > 0 else BN
     COLUMNS: tl.constexpr = BK // SLICES
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
     start = split * steps * BK
     end = tl.minimum(start + steps * BK, K)
     if PDL:
         if AHEAD > 0:
-            prefetch_weight(w, tile, start, N, end, w_n, BN, ROWS, GATED, AHEAD, THREADS)
+            prefetch_weight(w, tile, start, N, end, w_n, BN, ROWS, GATED, HALF, AHEAD, THREADS)
         # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
         # kernels read what those have written without a wait of their own.
         gdc_wait()
         gdc_launch_dependents()
-    line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED)
+    line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED, HALF)
     m = tl.arange(0, BM)
     c = tl.arange(0, COLUMNS)
     if SLICES == 1:
@@ -154,7 +187,8 @@ def skinny_kernel(
         acc = multiply(a, b, acc, UPCAST)
     y = add_slices(acc, SLICES, ROWS, BM)
     if SPLITS == 1:
-        finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS, ADDS, GATED, BN, BM)
+        finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
+               HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip
     else:
         at = tl.arange(0, ROWS)[:, None] * BM + m[None, :]
         mine = part + tile * (SPLITS * ROWS * BM)
@@ -167,4 +201,5 @@ def skinny_kernel(
             y = tl.load(mine + at, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 y += tl.load(mine + other * (ROWS * BM) + at, cache_modifier=".cg")
-            finish(y, tile, N, M, bias, residual, out, r_m, o_m, HAS_BIAS, ADDS, GATED, BN, BM)
+            finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
+                   HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip

@@ -11,8 +11,10 @@ add in another order for another size. (On the CPU the bits were equal at every 
 
 The weights are joined once and stay the model's own: the memory of each parameter is moved into its rows of the joined
 weight, so that nothing is held twice, names, shapes and values stay as they were, and values written into the
-parameters later are followed. Joined are layers called side by side in one call of one module, and only if every call
-of them does the same: every loop then reads the same joined weight, and the bodies of a loop stay equal.
+parameters later are followed. (Memory whose storage other tensors of the model need is not given back. It is reported,
+and layers for which it would come to more than `_MOST_TWICE` of the weights are left alone.) Joined are layers called
+side by side in one call of one module, and only if every call of them does the same: every loop then reads the same
+joined weight, and the bodies of a loop stay equal.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from torch import fx, nn
 
 from .base import Compilation, Pass
 from .errors import PassError
-from .graph import is_call, module_path_maybe
+from .graph import is_call, is_shape, module_path_maybe
 from .program import LeftAlone, MergedLinears
 from .trace import strip_wrapper
-from .weights import get_tensor, is_plain, join, span
+from .weights import get_tensor, held_twice, is_plain, join, memory, span
 
 aten = torch.ops.aten
 # The plain forward must not change by a bit, and matrix products may choose their code by the alignment of a weight: a
 # moved weight starts where an allocator could have put it. Biases are added; vector loads ask for less.
 _ALIGNMENT, _BIAS_ALIGNMENT = 64, 16  # bytes
+_MOST_TWICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class _Group:
     nodes: tuple[fx.Node, ...]
     weights: tuple[str, ...]
     biases: tuple[str | None, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return (*self.weights, *(name for name in self.biases if name is not None))
 
 
 def _attribute_maybe(node: object) -> str | None:
@@ -68,7 +76,7 @@ def _computed(graph: fx.Graph) -> list[LeftAlone]:
     calls = [node for node in graph.nodes if is_call(node, aten.linear.default)]
     inputs = Counter(node.args[0] for node in calls)
     names = {
-        strip_wrapper((module_path_maybe(node) or (node.name, 0))[0]): None
+        _layer(node) or node.name: None
         for node in calls
         if inputs[node.args[0]] > 1
         and any(
@@ -76,6 +84,32 @@ def _computed(graph: fx.Graph) -> list[LeftAlone]:
         )
     }
     return [LeftAlone((name,), "its weight or bias is computed by the forward") for name in names]
+
+
+def _opened(compilation: Compilation) -> list[LeftAlone]:
+    """Layers whose weight is a tensor subclass, traced as what it computes, where others read the same input."""
+    graph, layers = compilation.graph.graph, dict[str, tuple[str, str]]()
+    whole = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    for name, tensor in compilation.tensors.items():
+        if not is_plain(tensor) and tensor.dim() == 2 and name not in whole:
+            layers[name.rpartition(".")[0]] = name, type(tensor).__name__
+    readers: dict[fx.Node, dict[str, None]] = {}
+    for node in graph.nodes:
+        path = _layer(node)
+        if path in layers or is_call(node, aten.linear.default):
+            for source in node.all_input_nodes:
+                if source.op != "get_attr" and not is_shape(source) and _layer(source) != path:
+                    readers.setdefault(source, {}).setdefault(path)
+    found = dict.fromkeys(path for paths in readers.values() if len(paths) > 1 for path in paths)
+    return [
+        LeftAlone((name,), f"{name} is a {kind}, not a plain parameter")
+        for name, kind in (layers[path] for path in found if path in layers)
+    ]
+
+
+def _layer(node: fx.Node) -> str:
+    """The path of the module that computes a node."""
+    return strip_wrapper((module_path_maybe(node) or ("", 0))[0])
 
 
 def _groups(graph: fx.Graph) -> list[_Group]:
@@ -110,6 +144,7 @@ class _Judge:
         known = {name: get_tensor(self.root, name) for name in self.users} | compilation.tensors
         self.spans = {name: span(tensor) for name, tensor in known.items() if is_plain(tensor)}
         self.known = known
+        self.may_hold_twice = int(_MOST_TWICE * memory(known.values()))
         self.reads_strides = any(
             is_call(node, aten.as_strided.default) for node in compilation.graph.graph.nodes
         )
@@ -124,10 +159,28 @@ class _Judge:
             return "some have a bias and some have none"
         if self.reads_strides:
             return "the model reads the strides of its tensors (as_strided)"
-        names = [*group.weights, *biases]
         own = {node for call in calls for node in call.nodes}
-        reasons = (self._tensor_reason(name, own, set(names)) for name in names)
-        return next(filter(None, reasons), "") or self._joint_reason(group.weights, biases)
+        reasons = (self._tensor_reason(name, own, set(group.names)) for name in group.names)
+        reason = next(filter(None, reasons), "") or self._joint_reason(group.weights, biases)
+        return reason or self._memory_reason(group)
+
+    def held_twice(self, group: _Group) -> int:
+        """Bytes that joining the tensors of a group could not give back."""
+        joined = [get_tensor(self.root, name) for name in group.names]
+        own = {id(tensor) for tensor in joined}
+        others = [tensor for tensor in self.known.values() if id(tensor) not in own]
+        weights, biases = joined[: len(group.weights)], joined[len(group.weights) :]
+        return sum(held_twice(some, others) for some in (weights, biases) if some)
+
+    def _memory_reason(self, group: _Group) -> str:
+        twice = self.held_twice(group)
+        if twice > self.may_hold_twice:
+            return (
+                f"they lie in one storage with other tensors, which keeps it: {twice:,} bytes would be held twice, and "
+                f"{self.may_hold_twice:,} are left of what may be ({_MOST_TWICE:.0%} of the weights)"
+            )
+        self.may_hold_twice -= twice
+        return ""
 
     def _tensor_reason(self, name: str, own: set[fx.Node], group: set[str]) -> str:
         tensor = get_tensor(self.root, name)
@@ -233,8 +286,9 @@ class MergeLinears(Pass):
 
     def run(self, compilation: Compilation) -> dict[str, int]:
         if compilation.options.merge_linears:
-            for calls in list(self._decide(compilation)):
-                self._merge(compilation, calls)
+            judge = _Judge(compilation)
+            for calls in list(self._decide(compilation, judge)):
+                self._merge(compilation, judge, calls)
             if compilation.merged:
                 _forget_strides(compilation.graph.graph)
                 compilation.graph.graph.eliminate_dead_code()
@@ -245,10 +299,9 @@ class MergeLinears(Pass):
             "left_alone": sum(len(left.weights) for left in compilation.left_alone),
         }
 
-    def _decide(self, compilation: Compilation) -> Iterator[list[_Group]]:
+    def _decide(self, compilation: Compilation, judge: _Judge) -> Iterator[list[_Group]]:
         """The calls of every set of layers that can be merged; the others are noted with the reason."""
-        judge = _Judge(compilation)
-        compilation.left_alone += _computed(compilation.graph.graph)
+        compilation.left_alone += [*_computed(compilation.graph.graph), *_opened(compilation)]
         sets: dict[tuple[object, ...], list[_Group]] = {}
         for group in _groups(compilation.graph.graph):
             sets.setdefault((group.weights, group.biases), []).append(group)
@@ -259,8 +312,9 @@ class MergeLinears(Pass):
             else:
                 yield calls
 
-    def _merge(self, compilation: Compilation, calls: list[_Group]) -> None:
+    def _merge(self, compilation: Compilation, judge: _Judge, calls: list[_Group]) -> None:
         group, root = calls[0], compilation.graph
+        twice = judge.held_twice(group)
         biases = [name for name in group.biases if name is not None]
         try:
             weight = _joined_node(root, group.weights)
@@ -270,7 +324,7 @@ class MergeLinears(Pass):
             return
         for call in calls:
             _merge_call(root.graph, call, weight, bias)
-        compilation.merged.append(MergedLinears(group.weights, str(weight.target), len(calls)))
+        compilation.merged.append(MergedLinears(group.weights, str(weight.target), len(calls), twice))
 
     def ensure(self, compilation: Compilation) -> None:
         """Every parameter is still a slice of the weight that is read in its place."""

@@ -68,11 +68,14 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class MergedLinears:
-    """Linear layers that became one: the names of their weights, that of the joined one, calls per forward."""
+    """Linear layers that became one: the names of their weights, that of the joined one, calls per forward, and bytes
+    that could not be given back, since other tensors of the model lie in the same storage.
+    """
 
     parts: tuple[str, ...]
     weight: str
     calls: int
+    held_twice: int = 0
 
 
 @dataclass(frozen=True)

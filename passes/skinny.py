@@ -7,6 +7,7 @@
     %d : linear(%g, %w2);  %r : add(%h, %d)                %y : skinny_linear(%r, %w3)       [T, 1, 24]
     %y : linear(%r, %w3)
 
+The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
 What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
@@ -20,15 +21,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
-from .graph import is_call
+from .graph import is_call, is_row_tensor
 from .pieces import Cutter, OpCall
 from .program import Program
+from .rotary import rotation_maybe
 
 aten, ours = torch.ops.aten, torch.ops.sparse_compile
 NAME = "skinny"
@@ -50,6 +53,8 @@ def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
     counts: Counter[str] = Counter()
     left_alone = []
     for node in list(graph.nodes):
+        if (weight := _computed_weight_maybe(node)) is not None:
+            left_alone.append((str(weight), "its weight is computed by the forward"))
         if not is_call(node, aten.linear.default):
             continue
         reason = why_not(node)
@@ -101,6 +106,18 @@ def why_not(node: fx.Node) -> str:
     return ""
 
 
+def _computed_weight_maybe(node: fx.Node) -> fx.Node | None:
+    """The weight of a product that is no linear layer, as of a quantised one: the first tensor it is computed from."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.matmul.default):
+        return None
+    weight, rows = node.args[1], node.args[0]
+    assert isinstance(weight, fx.Node)
+    assert isinstance(rows, fx.Node)
+    while weight.all_input_nodes and not is_row_tensor(weight):
+        weight = weight.all_input_nodes[0]
+    return None if is_row_tensor(weight) or not is_row_tensor(rows) else weight
+
+
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     x, weight = node.args[0], node.args[1]
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -113,17 +130,22 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
     """Puts the op in that covers most of what follows the linear layer; returns its name."""
     x, weight, bias = _operands(node)
-    product, added = _gated_maybe(node), _added_maybe(node)
-    if product is not None:
-        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)
+    turned, product, added = rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
+    settings: dict[str, Any] = {"fixed": True} if fixed else {}
+    if turned is not None:
+        op, last, arguments = ours.skinny_rotary.default, node, (x, weight, turned.cos, turned.sin, bias)
+        settings["rotated"] = turned.width
+        turned.take_out()
+    elif product is not None:
+        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)  # type: ignore[assignment]
     elif added is not None:
         last, residual = added
         op, arguments = ours.skinny_add.default, (x, weight, residual, bias)  # type: ignore[assignment]
     else:
-        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)
+        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)  # type: ignore[assignment]
     with graph.inserting_before(last):
         given = arguments if bias is not None else arguments[:-1]
-        made = graph.call_function(op, given, {"fixed": True} if fixed else {})
+        made = graph.call_function(op, given, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
     graph.erase_node(last)

@@ -26,6 +26,9 @@ from .graph import SITE, is_call, is_shape, module_path, module_path_maybe
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INNER = (
+    "export.access_subclass_inner_tensor.default"  # (tensor subclass, name of a tensor that it is made of)
+)
 _ROWS = 3  # any number but 0 and 1, which export would treat as special
 # Keyword arguments that attention functions receive and that do not change their result for a row.
 _HARMLESS = {"position_ids", "cache_position", "dropout", "is_causal", "position_embeddings"}
@@ -177,7 +180,31 @@ def _inline_weights(program: ExportedProgram, model: nn.Module) -> fx.GraphModul
         graph.erase_node(node)
     output = graph.output_node()
     output.args = (output.args[0][-1],)
+    _open_subclasses(graph, attributes)
     return fx.GraphModule(attributes, graph, class_name="Rows")
+
+
+def _open_subclasses(graph: fx.Graph, attributes: dict[str, Any]) -> None:
+    """Reads the tensors that a weight is made of, where the forward reads nothing else of it: a quantised weight is
+    traced as what it computes, from `path.qdata` and `path.scale`, say.
+    """
+    waiting = [node for node in graph.nodes if node.op == "get_attr"]
+    while waiting:
+        outer = waiting.pop()
+        if not outer.users or any(str(user.target) != _INNER for user in outer.users):
+            continue
+        opened: dict[str, fx.Node] = {}
+        for user in list(outer.users):
+            part, name = str(user.args[1]), f"{outer.target}.{user.args[1]}"
+            if part not in opened:
+                attributes[name] = getattr(attributes[str(outer.target)], part)
+                with graph.inserting_before(outer):
+                    opened[part] = graph.create_node("get_attr", name)
+                opened[part].meta = {"val": user.meta["val"]}
+            user.replace_all_uses_with(opened[part])
+            graph.erase_node(user)
+        graph.erase_node(outer)
+        waiting += opened.values()
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

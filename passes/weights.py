@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -36,6 +37,25 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
 
 
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or what a subclass such as a quantised weight holds."""
+    if is_plain(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(tensor, name))]
+
+
+def memory(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors hold, each that is given more than once counted once; of sparse ones those of the values."""
+    known = {id(tensor): tensor for tensor in tensors}
+    return sum(_bytes(part) for tensor in known.values() for part in parts(tensor))
+
+
+def _bytes(part: torch.Tensor) -> int:
+    sparse = part.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+    return part._nnz() * part.element_size() if sparse else part.nbytes
+
+
 def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are one block of memory already, as after an earlier compilation of the same model."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -43,8 +63,18 @@ def lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
     return len(storages) == 1 and follows
 
 
+def held_twice(tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> int:
+    """Bytes of `tensors` that would stay where they are beside a joined copy: those in storages that `others` need."""
+    if lie_in_a_row(tensors):
+        return 0
+    needed = {part.untyped_storage().data_ptr() for one in others for part in parts(one) if is_plain(part)}
+    return sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() in needed)
+
+
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows; afterwards the data of `tensors` are its slices, and their own memory is free."""
+    """One tensor of all rows; afterwards the data of `tensors` are its slices, and their own memory is free but for
+    what `held_twice` says.
+    """
     rows = sum(tensor.shape[0] for tensor in tensors)
     with torch.inference_mode(False), torch.no_grad():
         if lie_in_a_row(tensors):

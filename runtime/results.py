@@ -21,9 +21,10 @@ class TokenReader:
 
     def __init__(self, drawn: Drawn) -> None:
         self.drawn = drawn
-        flags = torch.ones_like(drawn.tokens) if drawn.flags is None else drawn.flags
-        # Tokens are exact below 2**53.
-        values = torch.stack((drawn.tokens.double(), drawn.logprobs.double(), flags.double()))
+        lines = [drawn.tokens, drawn.logprobs, *([] if drawn.flags is None else [drawn.flags])]
+        values = drawn.tokens.new_empty((len(lines), *drawn.tokens.shape), dtype=torch.float64)
+        for value, line in zip(values, lines, strict=True):  # one copy each: tokens are exact below 2**53
+            value.copy_(line)
         self._fence: Fence = ImmediateFence()
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -37,7 +38,7 @@ class TokenReader:
         return int(self._values[0, row]), float(self._values[1, row])
 
     def number(self, row: int) -> int:
-        """`Drawn.flags` of a row."""
+        """`Drawn.flags` of a row; there must be some."""
         self._fence.wait()
         return int(self._values[2, row])
 

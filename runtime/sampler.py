@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sparse_compile.kernels.arguments import compute_dtype
+from sparse_compile.kernels.greedy import greedy
 from sparse_compile.runtime.request import FinishReason, Request
 
 
@@ -31,14 +33,13 @@ class Drawn:
 
 
 def largest(logits: torch.Tensor) -> Drawn:
-    """The token of the largest score of each row, in one batch. Scores are float32, float64 for float64 logits."""
-    scores = _to_scores(logits)
-    best, tokens = scores.max(dim=-1)
-    return Drawn(tokens, best - scores.logsumexp(dim=-1))
+    """The token of the largest score of each row, in one batch, without a copy of the logits as scores."""
+    return Drawn(*greedy(logits))
 
 
 def choose(drawn: Drawn, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Lets requests with a processor, and those that draw, choose again. logits: [len(requests), vocab], raw.
+    """Lets requests with a processor, and those that draw, choose again. logits: [len(requests), vocab], raw. Only
+    their rows, and those of requests that want scores, are copied as scores.
 
     Copies of the raw logits and of the processed scores, [vocab] each, are kept for requests that want them. What
     fails for one request is its own error.
@@ -76,7 +77,8 @@ def best(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _to_scores(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    """Scores are float32, float64 for float64 logits."""
+    return logits.to(compute_dtype(logits.dtype))
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

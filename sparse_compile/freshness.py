@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparse_compile.errors import ArgumentError, StaleModelError
-from sparse_compile.passes.weights import is_plain
+from sparse_compile.passes.weights import is_plain, parts
 
 # Settings of a config that no forward of a decoding step depends on; token ids are read anew by every call.
 _INERT = frozenset(
@@ -77,8 +77,8 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
             for name, tensor in table.items():
                 if tensor is not None:
                     layout = (tensor.dtype, tensor.device, tuple(tensor.shape))
-                    address = tensor.data_ptr() if is_plain(tensor) else None
-                    yield f"{path}.{name}".lstrip("."), (_Same(tensor), *layout, address)
+                    addresses = tuple(part.data_ptr() for part in parts(tensor) if is_plain(part))
+                    yield f"{path}.{name}".lstrip("."), (_Same(tensor), *layout, addresses)
 
 
 def _difference(before: tuple[Any, ...] | None, now: tuple[Any, ...] | None) -> str:

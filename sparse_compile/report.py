@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from sparse_compile.kernels.dispatch import resolve
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.passes.skinny import survey
-from sparse_compile.passes.weights import named_tensors
+from sparse_compile.passes.weights import is_plain, memory, named_tensors
 from sparse_compile.runtime.budget import PoolSizes
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Group
+    from torch import nn
 
     from sparse_compile.compiled import CompiledModel
     from sparse_compile.config import SparseConfig
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 KINDS = ("dense", "capture", "consume")
 DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
+# Kinds of weights, as their classes are called, whose steps were timed beside those of plain weights. None so far.
+MEASURED_KINDS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,13 @@ class Report:
     """Everything `inspect` shows. Sizes in bytes, times in seconds.
 
     implementation: the kernels that run; implementation_option: what was asked for, such as "auto".
-    merged: linear layers that became one product, as tuples of weight names; left_alone: those that read one input
-        and did not, with the reason.
+    merged: linear layers that became one product, as tuples of weight names; held_twice: bytes that this could not give
+        back; left_alone: those that read one input and did not, with the reason.
     retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
+    quantised: weights that are no plain tensors, by the name of their class: how many ("weights"), their "bytes", and
+        whether steps with such weights were "measured"; they run as they compute themselves.
     speculation: how the model drafts for itself, empty when it does not: "mode", "draft_loops", "rows" of a request at
         once, "asynchronous", and "synchronous_for", the requests whose rounds are read at once all the same.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
@@ -101,9 +107,11 @@ class Report:
     reads: tuple[Reads, ...]
     passes: tuple[tuple[str, float, dict[str, int]], ...]
     merged: tuple[tuple[str, ...], ...]
+    held_twice: int
     left_alone: tuple[tuple[tuple[str, ...], str], ...]
     skinny: int | None
     not_skinny: tuple[tuple[str, str], ...]
+    quantised: dict[str, dict[str, Any]]
     retention: dict[str, Any]
     dense_below: int
     implementation: str
@@ -134,11 +142,13 @@ class Report:
                 for name, seconds, counters in self.passes
             ],
             "merged_linears": [list(parts) for parts in self.merged],
+            "merged_held_twice": self.held_twice,
             "left_alone_linears": [
                 {"weights": list(weights), "reason": reason} for weights, reason in self.left_alone
             ],
             "skinny_products": self.skinny,
             "not_skinny": [{"weight": weight, "reason": reason} for weight, reason in self.not_skinny],
+            "quantised": self.quantised,
             "retention": self.retention,
             "dense_below": self.dense_below,
             "implementation": self.implementation,
@@ -170,9 +180,11 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         reads=tuple(_reads(program, context, item, config.dense_below) for context in contexts),
         passes=tuple((one.name, one.seconds, dict(one.counters)) for one in program.passes),
         merged=tuple(one.parts for one in program.merged),
+        held_twice=sum(one.held_twice for one in program.merged),
         left_alone=tuple((one.weights, one.reason) for one in program.left_alone),
         skinny=skinny,
         not_skinny=not_skinny,
+        quantised=_quantised(compiled.model),
         retention={
             "key_retention": float(max(config.shares)),
             "fraction": config.retention_text,
@@ -222,6 +234,17 @@ def _reads(program: Program, context: int, item: int, dense_below: int) -> Reads
     return Reads(context, dense, sparse)
 
 
+def _quantised(model: nn.Module) -> dict[str, dict[str, Any]]:
+    by_kind: dict[str, dict[int, torch.Tensor]] = {}
+    for tensor in named_tensors(model).values():
+        if not is_plain(tensor):
+            by_kind.setdefault(type(tensor).__name__, {})[id(tensor)] = tensor
+    return {
+        kind: {"weights": len(found), "bytes": memory(found.values()), "measured": kind in MEASURED_KINDS}
+        for kind, found in by_kind.items()
+    }
+
+
 def _speculation(config: SparseConfig, program: Program) -> dict[str, Any]:
     asked = config.speculation
     if asked is None:
@@ -244,8 +267,8 @@ def _budget(compiled: CompiledModel) -> dict[str, int]:
     asked = config.speculation
     block = 1 if asked is None else asked.rows(program.loops)
     sizes = PoolSizes(program.sites, config.key_bucket, config.page_size, compiled.dtype, block)
-    tensors = {id(tensor): tensor.nbytes for tensor in named_tensors(compiled.model).values()}
-    needs = {"weights": sum(tensors.values()), **sizes.needs(rows, context)}
+    weights = memory(named_tensors(compiled.model).values())
+    needs = {"weights": weights, **sizes.needs(rows, context)}
     named = {name.replace(" ", "_").lower(): size for name, size in needs.items()}
     return {"batch": rows, "context": context, **named, "total": sum(needs.values())}
 

@@ -23,7 +23,7 @@ def render(report: Report) -> Group:
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
-    parts += [_roll(report), *_linears(report), _passes(report), _implementation(report)]
+    parts += [_roll(report), *_linears(report), *_quantised(report), _passes(report), _implementation(report)]
     if report.speculation:
         parts.append(_speculation(report.speculation))
     if report.budget:
@@ -125,7 +125,8 @@ def _linears(report: Report) -> list[Text]:
     lines = []
     if report.merged:
         layers = sum(len(parts) for parts in report.merged)
-        lines.append(Text(f"linear layers: merged {layers} into {len(report.merged)}"))
+        twice = f", {_bytes(report.held_twice)} of them held twice" if report.held_twice else ""
+        lines.append(Text(f"linear layers: merged {layers} into {len(report.merged)}{twice}"))
     lines += _by_reason("linear layers left alone", report.left_alone)
     if report.skinny is not None:
         lines.append(
@@ -135,6 +136,16 @@ def _linears(report: Report) -> list[Text]:
             "products of a few rows left alone", [((one,), why) for one, why in report.not_skinny]
         )
     return lines
+
+
+def _quantised(report: Report) -> list[Text]:
+    return [
+        Text(
+            f"quantised weights: {one['weights']} of kind {kind}, {_bytes(one['bytes'])}, run as they compute "
+            f"themselves; steps with them are {'measured' if one['measured'] else 'not measured'}"
+        )
+        for kind, one in report.quantised.items()
+    ]
 
 
 def _by_reason(title: str, left: Iterable[tuple[tuple[str, ...], str]]) -> list[Text]:

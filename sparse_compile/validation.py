@@ -13,6 +13,7 @@ from sparse_compile.errors import ValidationError
 from sparse_compile.limits import position_limit
 from sparse_compile.passes.attention import evaluation_mode
 from sparse_compile.passes.probe import vocabulary_size
+from sparse_compile.passes.weights import is_plain
 from sparse_compile.runtime.memory import USABLE_SHARE, free_memory
 
 if TYPE_CHECKING:
@@ -107,10 +108,17 @@ def _uncached_logits(
     return sequence[0, prompt.shape[1] :], torch.cat(rows)
 
 
+def _in_float32(weight: torch.Tensor) -> torch.Tensor:
+    """Quantised weights as the numbers they stand for: only some of them know float32 themselves."""
+    return (weight if is_plain(weight) else weight.dequantize()).float()
+
+
 def float32_logits(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Logits `[len(tokens), vocab]` of the model on the same tokens with its weights in float32; no cache."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wide = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    wide = {
+        name: _in_float32(value) if value.is_floating_point() else value for name, value in tensors.items()
+    }
     sequence = torch.cat([prompt[0], tokens.to(prompt.device)])[None]
     with evaluation_mode(model), torch.no_grad():
         out = torch.func.functional_call(model, wide, kwargs={"input_ids": sequence, "use_cache": False})

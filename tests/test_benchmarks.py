@@ -18,7 +18,7 @@ from sparse_compile.models.branches import Branches
 
 @pytest.fixture(scope="module")
 def setup() -> decode.Setup:
-    return decode.make_setup(decode.parse(["--tiny"]))
+    return decode.setup_of(decode.parse(["--tiny"]), "ouro-1.4b")
 
 
 def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,8 +33,11 @@ def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixt
         if row["system"] == "transformers-cb" and not IS_SUPPORTED:
             continue
         assert "error" not in row, row
-        assert (row["batch"], row["context"]) == (2, 40)
+        assert (row["model"], row["batch"], row["context"]) == ("ouro-1.4b", 2, 40)
         assert row["step_ms"] > 0
+        assert row["floor_ms"] == pytest.approx(
+            sum(row["bytes"].values()) / decode.BANDWIDTH * 1000, abs=1e-3
+        )
         attention = row["breakdown"].get("attention", 0)
         assert row["other_ms"] == pytest.approx(sum(row["breakdown"].values()) - attention, abs=2e-3)
     assert report["host"]["wall_ms"] > 0
@@ -56,9 +59,63 @@ def test_a_system_that_fails_is_a_row_with_the_reason(
     assert "step_ms" not in row
 
 
-def test_the_floor_by_hand(setup: decode.Setup) -> None:
-    weights = sum(parameter.nbytes for parameter in setup.model.parameters())
-    assert setup.weight_bytes() == 4 * weights
+def test_one_command_measures_several_models(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "decode.json", tmp_path / "steps.png"
+    models = ["dory", "hrm-text"]
+    arguments = ["--model", ",".join(models), "--points", "2x40", "--breakdown", "--out", str(out)]
+    decode.main(["--tiny", *arguments, "--plot", str(picture)])
+    rows = json.loads(out.read_text())["rows"]
+    expected = [(model, system) for model in models for system in decode.OURS]
+    assert [(row["model"], row["system"]) for row in rows] == expected
+    for row in rows:
+        assert "error" not in row, row
+        assert row["other_ms"] == pytest.approx(
+            sum(row["breakdown"].values()), abs=2e-3
+        )  # no kernels of attention
+    assert picture.stat().st_size > 1000
+
+
+MLP = 3 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "once"),
+    [
+        # Layers in the loop once per loop; norms of a layer 4 x 32, and the last one in every loop; head; frequencies.
+        ("ouro-1.4b", 2 * 4 * (4 * 32 * 32 + MLP + 4 * 32) + 4 * 32, 272 * 32 + 4),
+        # 1 layer, 2 of them 3 times, 1 layer; k and v of 2 heads; scales; the head and its scale; frequencies.
+        ("dory", (1 + 2 * 3 + 1) * (3 * 32 * 32 + 2 * 16 * 32 + MLP + 4 * 32 + 2 * 64), 272 * 33 + 2 * 4),
+        # 2 layers of the stack L twice and 2 of H once, in each of 3 cycles; the state that L begins with.
+        ("hrm-text", 3 * (2 * 2 + 2) * (5 * 32 * 32 + MLP), 272 * 32 + 32 + 4),
+    ],
+)
+def test_weights_that_a_step_reads_by_hand(model: str, layers: int, once: int) -> None:
+    """Of the embedding, one line of 32 numbers per row."""
+    setup = decode.setup_of(decode.parse(["--tiny"]), model)
+    for rows in (1, 3):
+        assert setup.weight_bytes(Point(rows, 100)) == 4 * (layers + once + rows * 32)
+
+
+def test_keys_of_sliding_windows_by_hand() -> None:
+    """Windows of 8 in the first layer and in one of the loop; the full layer of the loop captures in the first loop."""
+    setup = decode.setup_of(decode.parse(["--tiny"]), "dory")
+    one = 2 * 2 * 8 * 4  # k and v of 2 heads of 8 numbers of 4 bytes
+    windows, full, kept = (1 + 3) * 8, 100, 2 * 10  # 2 query heads may keep different keys of a KV head
+    assert setup.kv_bytes(Point(3, 100), sparse=False) == 3 * one * (windows + (3 + 1) * full)
+    assert setup.kv_bytes(Point(3, 100), sparse=True) == 3 * one * (windows + full + 2 * kept + full)
+
+
+def test_published_sizes_can_be_sparse() -> None:
+    """Where a model has two loops, the first one must capture."""
+    assert set(decode.MODELS) >= {"ouro-1.4b", "dory", "hrm-text"}
+    for shape in decode.MODELS.values():
+        config = shape.config()
+        runs = getattr(config, "total_ut_steps", 0) or getattr(config, "n_recurrent_loops", 0)
+        assert (runs or config.H_cycles * config.L_cycles) > shape.capture_loop + 1
+
+
+def test_keys_of_full_attention_by_hand(setup: decode.Setup) -> None:
     one = 2 * 4 * 8 * 4  # k and v of 4 heads of 8 numbers of 4 bytes
     assert setup.kv_bytes(Point(3, 100), sparse=False) == 3 * 8 * 100 * one
     assert setup.kv_bytes(Point(3, 100), sparse=True) == 3 * (4 * 100 + 4 * 10) * one
@@ -164,6 +221,7 @@ def test_our_kernels_are_attention() -> None:
     assert ours
     assert all(breakdown.classify(name, ours) == "attention" for name in ours)
     assert breakdown.classify("skinny_kernel", ours) == "products"
+    assert breakdown.classify("greedy_kernel", ours) == "sampling"
 
 
 def test_moments_count_once() -> None:
@@ -187,12 +245,28 @@ def test_bad_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for parse, arguments in (
         (decode.parse, ["--systems", "sparse,spare"]),
         (decode.parse, ["--extras", "hosts"]),
+        (decode.parse, ["--model", "ouro-1.4b,huginn"]),
         (serving.parse, ["--systems", "vllm"]),
         (speculation.parse, ["--modes", "ordinary,block:3"]),
     ):
         with pytest.raises(SystemExit):
             parse(arguments)
         assert "known:" in capsys.readouterr().err
+
+
+def test_what_only_one_model_has_is_refused_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (
+            ["--model", "dory", "--systems", "sparse,transformers-static"],
+            "dory runs with sparse, dense alone",
+        ),
+        (["--model", "dory,hrm-text", "--extras", "host"], "of one model, not of 2"),
+    ):
+        with pytest.raises(SystemExit):
+            decode.parse(arguments)
+        assert message in capsys.readouterr().err
+    assert list(decode.parse(["--model", "dory"]).systems) == list(decode.OURS)
+    assert list(decode.parse([]).systems) == list(decode.SYSTEMS)
 
 
 def test_points() -> None:
@@ -238,7 +312,7 @@ def test_speculation_measures_every_mode(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_scale_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = speculation.parse(["--tiny", "--least-acceptance", "0.9"])
-    setup = speculation.make_setup(options)
+    setup = speculation.setup_of(options)
     branches = Branches(setup.model)
     monkeypatch.setattr(
         speculation, "SCALES", (1.0, 0.0)

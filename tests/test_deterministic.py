@@ -75,7 +75,8 @@ def eager(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
 
 
 def test_one_compiled_graph_serves_all_rows_and_modes() -> None:
-    model, made = compiled(dtype=torch.bfloat16, deterministic=True), Counter[str]()
+    model = compiled(dtype=torch.bfloat16, deterministic=True, merge_linears=True)
+    made = Counter[str]()
 
     def counting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         made["graphs"] += 1
@@ -94,6 +95,10 @@ def test_one_compiled_graph_serves_all_rows_and_modes() -> None:
     ]
     codes = {call.code.key for call in calls if isinstance(call, PieceCall)}
     assert made["graphs"] == compiler.compiled == len(codes)
+    modules = [rewritten.module for rewritten in compiler.rewritten.values()]
+    ops = [node for module in modules for node in module.graph.nodes if "skinny_" in str(node.target)]
+    assert all(op.kwargs["fixed"] for op in ops)
+    assert any("skinny_rotary" in str(op.target) for op in ops)
     assert {kind for _, kind in compiler._runs} == {compiler.kind(1)}
 
 
@@ -207,6 +212,8 @@ def test_fixed_products_pass_opcheck() -> None:
     for kind, more in (("linear", ()), ("gated", ()), ("add", (torch.randn(5, 6).bfloat16(),))):
         op = getattr(torch.ops.sparse_compile, f"skinny_{kind}").default
         torch.library.opcheck(op, (x, w, *more), {"fixed": True})
+    op, angles = torch.ops.sparse_compile.skinny_rotary.default, torch.randn(5, 2).bfloat16()
+    torch.library.opcheck(op, (x, w, angles, angles.clone()), {"fixed": True, "rotated": 4})
     assert torch.ops.sparse_compile.skinny_linear(x[:0], w, fixed=True).shape == (0, 6)
 
 
@@ -315,6 +322,29 @@ def test_fixed_products_on_the_gpu(kind: str, shape: tuple[int, int]) -> None:
         for first in (0, 37):
             rows_at = slice(first, first + rows)
             assert torch.equal(product(rows_at), whole[rows_at]), (rows, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "turned", "heads"), [(128, 32, 48), (64, 20, 24), (16, 3, 4)])
+def test_fixed_rotated_heads_on_the_gpu(size: int, turned: int, heads: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    x, cos, sin = (
+        torch.randn(FIXED_ROWS, width, generator=g, device="cuda").bfloat16() for width in (2048, size, size)
+    )
+    w = (torch.randn(heads * size, 2048, generator=g, device="cuda") / 2048**0.5).bfloat16()
+
+    def product(at: slice) -> torch.Tensor:
+        return torch.ops.sparse_compile.skinny_rotary(
+            x[at], w, cos[at], sin[at], rotated=turned * size, fixed=True
+        )
+
+    whole = product(slice(None))
+    want = skinny.define(x, w, rotary=skinny.Rotary(cos, sin, turned * size))
+    torch.testing.assert_close(whole, want, rtol=2e-2, atol=2e-2)
+    for rows in (1, 2, 3, 8, 9, 17, 32, 33, 64, 65, 130):
+        for first in (0, 37):
+            at = slice(first, first + rows)
+            assert torch.equal(product(at), whole[at]), (rows, first)
 
 
 @pytest.mark.gpu

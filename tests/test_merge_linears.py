@@ -327,6 +327,52 @@ def test_no_memory_to_join_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no memory" in compilation.left_alone[0].reason
 
 
+class Block(Split):
+    """All parameters but the last in one storage, as flattened models have them; q, k, v side by side or not."""
+
+    def __init__(self, order: str, own: int = 0) -> None:
+        super().__init__()
+        names = {name: parameter for name, parameter in self.named_parameters() if "attention" not in name}
+        ordered = [f"layers.0.{name}.weight" for name in order if name in "qkv"]
+        ordered += [name for name in names if name not in ordered]
+        flat = torch.cat([names[name].detach().flatten() for name in ordered])
+        at = 0
+        for name in ordered:
+            parameter, size = names[name], names[name].numel()
+            parameter.data = flat[at : at + size].view(parameter.shape)
+            at += size
+        self.extra = nn.Parameter(torch.zeros(own))
+
+
+THREE = 3 * 8 * 8 * 4  # bytes of q, k, v
+
+
+def test_memory_that_others_need_is_held_twice_and_reported() -> None:
+    """A little beside the weights: the joined weight is made, and the flat block stays."""
+    model = Block("vkq", own=20 * THREE)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    compilation = merge(model)
+    assert [merged.held_twice for merged in compilation.merged] == [THREE]
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_too_much_memory_held_twice_is_refused() -> None:
+    compilation = merge(Block("vkq"))
+    assert compilation.merged == []
+    (left,) = compilation.left_alone
+    assert "in one storage with other tensors" in left.reason
+    assert f"{THREE:,} bytes would be held twice" in left.reason
+    assert "(5% of the weights)" in left.reason
+
+
+def test_neighbours_in_one_storage_are_joined_where_they_are() -> None:
+    model = Block("qkv")
+    places = storages(model)
+    (merged,) = merge(model).merged
+    assert merged.held_twice == 0
+    assert storages(model) == places
+
+
 # --- the user's model
 
 

@@ -115,16 +115,20 @@ def test_tables_say_what_is_missing() -> None:
 
 
 def test_merged_layers_and_those_left_alone() -> None:
-    merged = (SimpleNamespace(parts=("a.q.weight", "a.k.weight")), SimpleNamespace(parts=("b.q.weight",) * 3))
+    merged = (
+        SimpleNamespace(parts=("a.q.weight", "a.k.weight"), held_twice=0),
+        SimpleNamespace(parts=("b.q.weight",) * 3, held_twice=2 << 20),
+    )
     left = tuple(
         SimpleNamespace(weights=(f"{name}.q.weight",), reason="they differ in dtype") for name in "cd"
     )
     report = report_of(fake_program(merged=merged, left_alone=left))
     text = text_of(report)
-    assert "linear layers: merged 5 into 2" in text
+    assert "linear layers: merged 5 into 2, 2.0 MiB of them held twice" in text
     assert "linear layers left alone: c.q.weight and 1 more: they differ in dtype" in text
     value = json.loads(json.dumps(report.to_dict()))
     assert value["merged_linears"][0] == ["a.q.weight", "a.k.weight"]
+    assert value["merged_held_twice"] == 2 << 20
     assert value["left_alone_linears"][1] == {"weights": ["d.q.weight"], "reason": "they differ in dtype"}
     assert "linear layers" not in text_of(report_of(fake_program()))
 

@@ -49,16 +49,24 @@ def operands(
     }
 
 
-def kernel(kind: str, tiles: Tiles = SMALL, **given: torch.Tensor | None) -> torch.Tensor:
+def kernel(
+    kind: str, tiles: Tiles = SMALL, rotary: skinny.Rotary | None = None, **given: torch.Tensor | None
+) -> torch.Tensor:
     from sparse_compile.kernels.skinny_backend import launch
 
-    return launch(**given, gated=kind == "gated", tiles=tiles)  # type: ignore[arg-type]
+    return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary)  # type: ignore[arg-type]
 
 
-def assert_as_good_as_eager(kind: str, got: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
+def assert_as_good_as_eager(
+    kind: str,
+    got: torch.Tensor,
+    given: dict[str, torch.Tensor | None],
+    rotary: skinny.Rotary | None = None,
+) -> None:
     exact = {name: None if x is None else x.double() for name, x in given.items()}
-    truth = skinny.define(**exact, gated=kind == "gated")  # type: ignore[arg-type]
-    eager = skinny.eager(**given, gated=kind == "gated")  # type: ignore[arg-type]
+    turned = None if rotary is None else rotary.to(torch.float64)
+    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned)  # type: ignore[arg-type]
+    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary)  # type: ignore[arg-type]
     mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
     margin = MARGIN + (INTERPRETED[got.dtype] if got.device.type == "cpu" else 0)
     assert mine <= theirs + margin * truth.abs().max().item(), f"error {mine:.3g}, eager {theirs:.3g}"
@@ -304,3 +312,135 @@ def test_tiles_for_the_layers_of_a_1_4b_model_make_one_wave() -> None:
 def test_tiles_that_cannot_be(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
+
+
+# ---------------------------------------------------------------------- rotated heads
+
+
+def rotary_operands(
+    rows: int, size: int, turned: int, heads: int, depth: int, bias: bool, dtype: torch.dtype = torch.float16
+) -> tuple[dict[str, torch.Tensor | None], skinny.Rotary]:
+    """`turned` of `heads` heads of `size` are rotated; the halves of a head have angles of their own."""
+    given = operands("linear", rows, heads * size, depth, dtype, bias)
+    g = torch.Generator().manual_seed(rows + size)
+    cos, sin = (torch.rand(rows, size, generator=g).mul(7).cos().to(DEVICE, dtype) for _ in "cs")
+    return given, skinny.Rotary(cos, sin, turned * size)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    size=st.sampled_from([2, 6, 16, 64]),
+    turned=st.integers(0, 3),
+    others=st.integers(0, 2),
+    depth=st.integers(1, 200),
+    bias=st.booleans(),
+    tiles=st.sampled_from([SMALL, replace(SMALL, splits=2), Tiles(lines=32, columns=64, slices=1, stages=2)]),
+)
+def test_rotated_heads_are_as_good_as_eager_code(
+    rows: int, size: int, turned: int, others: int, depth: int, bias: bool, tiles: Tiles
+) -> None:
+    given, rotary = rotary_operands(rows, size, turned, max(1, turned + others), depth, bias)
+    got = kernel("linear", tiles, **given, rotary=rotary)
+    assert_as_good_as_eager("linear", got, given, rotary)
+    if turned == 0:
+        assert torch.equal(got, kernel("linear", tiles, **given))
+
+
+def rows_of(
+    given: dict[str, torch.Tensor | None], rotary: skinny.Rotary, order: torch.Tensor
+) -> tuple[dict[str, torch.Tensor | None], skinny.Rotary]:
+    x = given["x"]
+    assert x is not None
+    return {**given, "x": x[order]}, skinny.Rotary(rotary.cos[order], rotary.sin[order], rotary.width)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, replace(SMALL, splits=2)])
+def test_a_rotated_row_does_not_know_the_others(tiles: Tiles) -> None:
+    """Same bits alone, among others, in another order, and beside NaN."""
+    given, rotary = rotary_operands(19, 16, 2, 3, 200, bias=True, dtype=torch.bfloat16)
+    whole = kernel("linear", tiles, **given, rotary=rotary)
+    shuffled = torch.randperm(19, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for order in (*(shuffled[:rows] for rows in (1, 2, 8, 17)), shuffled):
+        some, angles = rows_of(given, rotary, order)
+        assert torch.equal(kernel("linear", tiles, **some, rotary=angles), whole[order])
+    poisoned = given["x"].clone()  # type: ignore[union-attr]
+    poisoned[5] = float("nan")
+    made = kernel("linear", tiles, **{**given, "x": poisoned}, rotary=rotary)
+    assert torch.equal(made[:5], whole[:5])
+    assert torch.equal(made[6:], whole[6:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_queries_and_keys_of_a_1_4b_model(rows: int, dtype: torch.dtype) -> None:
+    """As good as eager code against float64; a row has the same bits among fewer rows, and values those that the
+    product has without rotation.
+    """
+    given, rotary = rotary_operands(rows, 128, 32, 48, 2048, bias=False, dtype=dtype)
+    default = default_tiles(Product(rows, 24 * 128, 2048, gated=True))
+    wide = Tiles(lines=32, columns=128, slices=1, stages=5)
+    for tiles in (default, replace(default, pdl=True, ahead=512), wide, replace(wide, splits=2, pdl=True)):
+        made = kernel("linear", tiles, **given, rotary=rotary)
+        assert_as_good_as_eager("linear", made, given, rotary)
+        for count in {1, rows // 2, rows} - {0}:
+            order = torch.arange(rows - count, rows, device=DEVICE)
+            some, angles = rows_of(given, rotary, order)
+            assert torch.equal(kernel("linear", tiles, **some, rotary=angles), made[order]), (tiles, count)
+        plain = kernel("linear", replace(tiles, lines=2 * tiles.lines), **given)
+        assert torch.equal(made[:, rotary.width :], plain[:, rotary.width :]), tiles
+        assert not torch.equal(made, plain)
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    given, rotary = rotary_operands(5, 8, 3, 4, 20, bias=False, dtype=torch.float64)
+    x, w = given["x"], given["weight"]
+    assert x is not None
+    assert w is not None
+    made = torch.ops.sparse_compile.skinny_rotary(
+        x[:, None], w, rotary.cos[:, None], rotary.sin[:, None], rotated=24
+    )
+    heads = (x @ w.t()).view(5, 1, 4, 8).transpose(1, 2)
+    q, k = apply_rotary_pos_emb(heads[:, :2], heads[:, 2:3], rotary.cos[:, None], rotary.sin[:, None])
+    wanted = torch.cat((q, k, heads[:, 3:]), 1).transpose(1, 2).reshape(5, 1, 32)
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lead", [(2, 1), (0,)])
+def test_opcheck_of_rotated_heads(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
+    given, _ = rotary_operands(1, 8, 1, 2, 16, bias=True, dtype=dtype)
+    x, cos = torch.randn(*lead, 16).to(DEVICE, dtype), torch.randn(*lead, 8).to(DEVICE, dtype)
+    args = (x, given["weight"], cos, cos.clone(), given["bias"])
+    torch.library.opcheck(torch.ops.sparse_compile.skinny_rotary.default, args, {"rotated": 8})
+
+
+def test_rows_with_fixed_bits_turn_by_their_own_angles() -> None:
+    given, rotary = rotary_operands(6, 8, 2, 3, 40, bias=True, dtype=torch.bfloat16)
+    op, rest = torch.ops.sparse_compile.skinny_rotary, {"rotated": rotary.width, "fixed": True}
+    whole = op(given["x"], given["weight"], rotary.cos, rotary.sin, given["bias"], **rest)
+    x = given["x"]
+    assert x is not None
+    for row in range(6):
+        at = slice(row, row + 1)
+        alone = op(x[at], given["weight"], rotary.cos[at], rotary.sin[at], given["bias"], **rest)
+        assert torch.equal(alone, whole[at])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotated": 12}, "rotated=12 of 24 columns: both must be heads of 8"),
+        ({"rotated": 32}, "rotated=32 of 24 columns"),
+        ({"cos": torch.ones(3, 8)}, r"cos \(3, 8\) and sin \(2, 8\) must be \(2, 'D'\) with an even D"),
+        ({"cos": torch.ones(2, 3), "sin": torch.ones(2, 3)}, "with an even D"),
+        ({"sin": torch.ones(2, 8).half()}, "sin is torch.float16 on cpu, x torch.float32"),
+    ],
+)
+def test_rotations_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    given = {"cos": torch.ones(2, 8), "sin": torch.ones(2, 8), "rotated": 16, **change}
+    with pytest.raises(ValueError, match=message):
+        torch.ops.sparse_compile.skinny_rotary(torch.ones(2, 4), torch.ones(24, 4), **given)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from sparse_compile.kernels import skinny, skinny_choice
 from sparse_compile.kernels.skinny_choice import BUCKETS, Shape
-from sparse_compile.kernels.skinny_tuning import Tiles
+from sparse_compile.kernels.skinny_tuning import Gpu, Tiles
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2048, 512, False, torch.bfloat16, CPU)
@@ -105,6 +105,36 @@ def test_where_nothing_may_be_measured(
     monkeypatch.setattr(skinny_choice, "_may_measure", lambda shape: False)
     assert skinny_choice.choose(SHAPE, 8) == skinny_choice.default_choice(SHAPE, 8)
     assert measured == []
+
+
+def test_own_tiles_fit_where_the_library_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows get the wide tiles, where a multiprocessor has room for them."""
+    weight = torch.empty(2048, 640, dtype=torch.bfloat16)
+    shape = Shape(2048, 640, True, torch.bfloat16, CPU)
+    few, many = (skinny_choice.own_tiles(rows, weight, True) for rows in (4, 64))
+    assert few == skinny_choice.default_choice(shape, 8)
+    assert many == skinny_choice.candidates(shape, 64)[-1] != skinny_choice.default_choice(shape, 64)
+    monkeypatch.setattr(skinny_choice, "gpu_of", lambda device: Gpu(40, 64 << 10))
+    assert skinny_choice.own_tiles(64, weight, True) == skinny_choice.default_choice(shape, 64)
+
+
+@pytest.mark.gpu
+def test_rotated_heads_on_a_gpu_whatever_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every number of rows, in and out of CUDA graphs, also where the library has the faster product."""
+    weight = torch.randn(24 * 64, 512, device="cuda").bfloat16() / 22
+    for chosen in (skinny_choice.tiles_maybe, lambda *_: None):
+        monkeypatch.setattr(skinny_choice, "tiles_maybe", chosen)
+        for rows in (1, 8, 16, 33, 64, 65):
+            x = torch.randn(rows, 512, device="cuda").bfloat16()
+            cos, sin = (torch.rand(rows, 64, device="cuda").mul(7).cos().bfloat16() for _ in "cs")
+            want = skinny.define(x, weight, rotary=skinny.Rotary(cos, sin, 16 * 64))
+            op = torch.ops.sparse_compile.skinny_rotary
+            torch.testing.assert_close(op(x, weight, cos, sin, rotated=16 * 64), want, rtol=3e-2, atol=3e-2)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = op(x, weight, cos, sin, rotated=16 * 64)
+            graph.replay()
+            torch.testing.assert_close(made, want, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,50 @@
+"""The models that are measured: published shapes with random weights, and the setup that benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DoryConfig, HrmTextConfig, PreTrainedConfig
+
+from benchmarks.systems import Setup
+from sparse_compile.config import SparseConfig
+from sparse_compile.models import preset_config, random_model, tiny_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published size of a model, the tiny model of its kind, and the loop in which it can capture."""
+
+    config: Callable[[], PreTrainedConfig]
+    tiny: str
+    capture_loop: int = 1
+
+
+MODELS = {
+    "ouro-1.4b": Shape(lambda: preset_config("ouro-1.4b"), "ouro"),
+    "ouro-2.6b": Shape(lambda: preset_config("ouro-2.6b"), "ouro"),
+    # Dory has two loops: what its second one consumes is captured in the first.
+    "dory": Shape(lambda: DoryConfig(recurrent_kv_cache_mode="per_loop"), "dory", capture_loop=0),
+    "hrm-text": Shape(HrmTextConfig, "hrm-text"),
+}
+
+
+def make_setup(name: str, *, tiny: bool, room: int, **options: Any) -> Setup:
+    """A model of MODELS and what all systems share. tiny: the small one of its kind, in float32 on the CPU and not
+    compiled; otherwise bfloat16, on a GPU if there is one. room: tokens that a sequence can get beyond its context.
+    options: of `SparseConfig`.
+    """
+    shape = MODELS[name]
+    device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
+    common: dict[str, Any] = {"capture_loop": shape.capture_loop, "validate": False, "progress": False}
+    config = SparseConfig(**common, **options).for_device(device.type)
+    if tiny:
+        torch.set_num_threads(1)
+        model = tiny_model(shape.tiny)
+    else:
+        with torch.device(device):
+            model = random_model(shape.config(), torch.bfloat16)
+    return Setup(name, model.to(device), config, room, compile_backend="eager" if tiny else "inductor")
