@@ -16,11 +16,11 @@ from sparse_compile.passes.attention import attention_override
 class LoopAttention:
     """One decode step: loop 0 dense, loop 1 chooses the keys, later loops read those alone. All in float32.
 
-    retention None keeps every loop dense. Every row must see equally many keys.
+    retention None keeps every loop dense. Every row must see equally many keys. noise: relative, on each output.
     """
 
-    def __init__(self, retention: Retention | None) -> None:
-        self.retention = retention
+    def __init__(self, retention: Retention | None, noise: float = 0.0) -> None:
+        self.retention, self.noise = retention, noise
         self.calls: Counter[int] = Counter()
         self.kept: dict[int, tuple[Tensor, ...]] = {}
 
@@ -39,6 +39,8 @@ class LoopAttention:
             index, mass, o_ref, c_ref = self.kept[id(module)]
             share = torch.zeros_like(scores).scatter_(-1, index, scores.gather(-1, index).softmax(-1))
             out = o_ref + mass * (share @ v - c_ref)
+        if self.noise:
+            out = out * (1 + self.noise * torch.randn_like(out))
         return out.to(query.dtype).transpose(1, 2), None
 
     def _capture(self, at: int, scores: Tensor, v: Tensor, dtype: torch.dtype, count: int) -> Tensor:
@@ -52,8 +54,12 @@ class LoopAttention:
 
 
 def logits_of(
-    model: Any, step: Callable[..., Any], arguments: dict[str, Any], retention: Retention | None
+    model: Any,
+    step: Callable[..., Any],
+    arguments: dict[str, Any],
+    retention: Retention | None,
+    noise: float = 0.0,
 ) -> Tensor:
     """The logits of one uncompiled step with this arithmetic; `step` is the model's own forward."""
-    with attention_override(model, LoopAttention(retention)):
+    with attention_override(model, LoopAttention(retention, noise)):
         return step(**arguments).logits
