@@ -76,30 +76,33 @@ def run_beside(
         side.works.append(_Work(fills, side.stream.record_event(), holding, size))
 
 
-def make_room(device: torch.device, size: int) -> None:
-    """Let the current stream wait for the oldest work, until what runs beside leaves room for `size` more bytes."""
+def make_room(device: torch.device, size: int) -> bool:
+    """Let the current stream wait for the oldest work, until what runs beside leaves room for `size` more bytes.
+    Returns whether it waits.
+    """
     side = _sides.get(device)
     if side is None or not side.works:
-        return
+        return False
     held, count = sum(work.size for work in side.works) + size, 0
     while held > HELD_BYTES and count < len(side.works):
         held -= side.works[count].size
         count += 1
-    _wait(side, device, count)
+    return _wait(side, device, count)
 
 
-def wait_for(device: torch.device, fills: Hashable) -> None:
-    """Let the current stream wait for the work that fills this, and so for all before it."""
+def wait_for(device: torch.device, fills: Hashable) -> bool:
+    """Let the current stream wait for the work that fills this, and so for all before it. Returns whether it waits."""
     side = _sides.get(device)
     if side is None:
-        return
+        return False
     found = [at for at, work in enumerate(side.works) if work.fills == fills]
-    _wait(side, device, found[-1] + 1 if found else 0)
+    return _wait(side, device, found[-1] + 1 if found else 0)
 
 
-def _wait(side: _Side, device: torch.device, count: int) -> None:
+def _wait(side: _Side, device: torch.device, count: int) -> bool:
     """Wait for the oldest `count` works; the memory held for them is free to be used again."""
     if count:
         torch.cuda.current_stream(device).wait_event(side.works[count - 1].done)
         for _ in range(count):
             side.works.popleft()
+    return count > 0

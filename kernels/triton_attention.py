@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .triton_guesses import HALF
 from .triton_loops import attend_kept, attend_span, store_part
-from .triton_parts import LOG2E, finite_or_zero, merge_units, unit_size
+from .triton_parts import LOG2E, finite_or_zero, merge_units, start_early, unit_size
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -104,7 +104,7 @@ def attention_kernel(
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
@@ -113,6 +113,7 @@ def attention_kernel(
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
     guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch.
     """
+    start_early(PDL)
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
     # Everything that addresses depend on is asked for at once.

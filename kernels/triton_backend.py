@@ -22,6 +22,7 @@ from triton import cdiv, next_power_of_2
 from .arguments import Attention, Store
 from .beside import make_room, run_beside, wait_for
 from .retention import Retention
+from .skinny import starts_early
 from .triton_attention import (
     MODE_CAPTURE,
     MODE_CONSUME,
@@ -49,15 +50,15 @@ def dense(attention: Attention, out: Tensor) -> None:
 
 def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
     """`dense`, and each active row's reference written to its slot."""
-    _settle(attention, store)
-    scratch = _attend(attention, out, MODE_CAPTURE, store, retention)
+    waited = _settle(attention, store)
+    scratch = _attend(attention, out, MODE_CAPTURE, store, retention, waited=waited)
     _select(attention, store, retention, scratch)
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
     """Fill out with O_ref + m * (T - C_ref). A row whose slot is empty gets NaN: it has no answer."""
-    _settle(attention, store)
-    _attend(attention, out, MODE_CONSUME, store)
+    waited = _settle(attention, store)
+    _attend(attention, out, MODE_CONSUME, store, waited=waited)
 
 
 def mixed(
@@ -69,8 +70,8 @@ def mixed(
     captures: bool = True,
 ) -> None:
     """Each row by its mode. `captures=False` promises that no row has mode capture, and skips what that would need."""
-    _settle(attention, store)
-    scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode)
+    waited = _settle(attention, store)
+    scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode, waited)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
 
@@ -120,15 +121,18 @@ def _attend(
     store: Store | None = None,
     retention: Retention | None = None,
     row_mode: Tensor | None = None,
+    waited: bool = False,
 ) -> Scratch:
-    """Launch the attention kernel; rows may capture where `retention` is given."""
+    """Launch the attention kernel; rows may capture where `retention` is given. waited: the stream has just been made
+    to wait for another one.
+    """
     a = attention if attention.q.stride(-1) == 1 else replace(attention, q=attention.q.contiguous())
     per_head = mode in (MODE_CONSUME, MODE_MIXED)
     group = _query_rows(a, per_head)
     tiles = tiles_for(a)
     if retention is not None:  # the scratch of captures lives until their selections are done
         keys = a.max_pages * a.page_size
-        make_room(a.q.device, (8 if keys > tiles.short else 4) * a.rows * a.heads * keys)
+        waited |= make_room(a.q.device, (8 if keys > tiles.short else 4) * a.rows * a.heads * keys)
     if mode == MODE_MIXED and a.sink is not None:
         raise ValueError("mixed rows take no sink")
     captures = retention is not None
@@ -163,8 +167,8 @@ def _attend(
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
-        ASSEMBLY=a.q.device.type == "cuda",
-        num_warps=tiles.warps,
+        ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
+        num_warps=tiles.warps, **_early(pdl and not waited),
         **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
     )  # fmt: skip
     return scratch
@@ -183,6 +187,11 @@ def _query_rows(a: Attention, per_head: bool) -> int:
     if a.rows % group:
         raise ValueError(f"query_rows={group} does not divide the {a.rows} rows")
     return group if group * a.group * next_power_of_2(a.head_dim) <= _TILE else 1
+
+
+def _early(pdl: bool) -> dict[str, bool]:
+    """Lets a kernel start before the one ahead of it, on the same stream, has finished."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:
@@ -235,9 +244,9 @@ def _filled(store: Store) -> tuple[int, int]:
     return store.index.data_ptr(), store.site
 
 
-def _settle(a: Attention, store: Store) -> None:
-    """Wait for what was selected at this site and may still run beside."""
-    wait_for(a.q.device, _filled(store))
+def _settle(a: Attention, store: Store) -> bool:
+    """Wait for what was selected at this site and may still run beside; whether there was any."""
+    return wait_for(a.q.device, _filled(store))
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
@@ -250,7 +259,8 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
         scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most, BLOCK=tiles.block,
-        **_always(retention, scratch), num_warps=warps, **_registers(a, 16 // warps, warps),
+        **_always(retention, scratch), PDL=(pdl := starts_early(a.q.device)),
+        num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
     if not scratch.long:
         return
@@ -263,8 +273,8 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
         MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
         PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
         SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
-        **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
-        num_warps=warps, **_registers(a, 32 // warps, warps),
+        **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda", PDL=pdl,
+        num_warps=warps, **_early(pdl), **_registers(a, 32 // warps, warps),
     )  # fmt: skip
 
 
@@ -290,5 +300,6 @@ def _retain(
         GUESSES=scratch.guesses, SHORT=tiles.short, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit,
         MAX_UNITS=tiles.max_units, BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, AHEAD=max(1, min(8, ahead)),
         BD=scratch.width, **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
-        num_warps=warps, **_registers(a, 24 // warps, warps),
+        PDL=(pdl := starts_early(a.q.device)),
+        num_warps=warps, **_early(pdl), **_registers(a, 24 // warps, warps),
     )  # fmt: skip

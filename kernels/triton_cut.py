@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, unsortable
+from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, start_early, unsortable
 
 SAMPLE = tl.constexpr(512)
 
@@ -215,12 +215,13 @@ def cut_row(
 def cut_kernel(
     scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
 
     Rows of up to SMALL keys take a smaller tensor; rows of more than NB are not this kernel's.
     """
+    start_early(PDL)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(row_length + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)

@@ -27,7 +27,7 @@ from .triton_cut import (
     whole_bracket,
     with_kept,
 )
-from .triton_parts import LOWEST, scatter, sortable, unit_size
+from .triton_parts import LOWEST, scatter, sortable, start_early, unit_size
 
 SURE = tl.constexpr(4.0)
 """Standard deviations of a sampled count between the bracket's ends and the cut."""
@@ -179,7 +179,7 @@ def narrow_kernel(
     scores, lists, stats, row_length, row_mode, cuts, places, arrived, scores_s, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
     WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
-    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), places [T * H, SLOTS,
     PLACE] of the rows of more than SHORT keys.
@@ -187,6 +187,7 @@ def narrow_kernel(
     A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a
     time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every launch.
     """
+    start_early(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)

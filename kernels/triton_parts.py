@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-2147483648)
 HIGHEST = tl.constexpr(2147483647)
 STORE_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }")
+
+
+@triton.jit
+def start_early(PDL: tl.constexpr):
+    """With PDL the kernel may have started before the one ahead of it has finished: waits for that one, then lets the
+    one behind it do the same. In this order: whatever is further ahead is complete when a kernel starts.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from .triton_parts import (
     page_of,
     scatter,
     sortable,
+    start_early,
     tree_sum,
     unit_size,
     unsortable,
@@ -164,7 +165,7 @@ def retain_kernel(
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SHORT: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
     and values are read AHEAD blocks of BN at a time.
@@ -172,6 +173,7 @@ def retain_kernel(
     fixes [T * H, capacity], weights [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are
     scratch; arrived int32 [T * H] is zero before and after every launch.
     """
+    start_early(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # What depends on the length alone is asked for at once.
     length = tl.load(row_length + row)
