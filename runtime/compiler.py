@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +22,9 @@ Run = Callable[..., tuple[torch.Tensor, ...]]
 # MAX_ROWS, with those products, and one beyond, without.
 STATIC_ROWS = frozenset({1})
 SYMBOLIC, MANY = 0, -1
+
+ONE_PASS = 4096
+"""Numbers of a row that a sum over them reads in one pass: see `one_pass_reductions`."""
 
 
 class PieceCompiler:
@@ -78,6 +83,8 @@ class PieceCompiler:
             few = rows <= MAX_ROWS and self.skinny
             module = self._few_rows(code).module if few else code.module
             run = self._runs[code.key, kind] = self._compile(module, code, arguments, dynamic=kind <= 0)
+            with one_pass_reductions():  # it is compiled now
+                return run(*arguments)
         return run(*arguments)
 
     @staticmethod
@@ -113,6 +120,38 @@ class PieceCompiler:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
         options = early_start(arguments[0].device, module.graph) if arguments else {}
         return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)
+
+
+@contextmanager
+def one_pass_reductions() -> Iterator[None]:
+    """Within it Inductor compiles sums over the numbers of a row, as of a norm, so that they are read once and stay in
+    registers, up to ONE_PASS of them. By itself it does so up to 1,024, and beyond reads them once per step: for a few
+    rows each is a trip through memory that nothing hides.
+    """
+    from torch._inductor.virtualized import V
+
+    with V.set_choices_handler(_choices()):
+        yield
+
+
+@cache
+def _choices() -> Any:
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(
+            features: SIMDKernelFeatures, cooperative_reduction: bool
+        ) -> bool:
+            by_row = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
+            if by_row and V.graph.sizevars.statically_known_leq(features.reduction_numel, ONE_PASS):
+                return True
+            return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+    return Choices()
 
 
 def early_start(device: torch.device, graph: fx.Graph) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import fx
@@ -10,7 +12,7 @@ from toy import Toy, toy_compile
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.pieces import Cutter, Name, OpCall, PieceCall
-from sparse_compile.runtime.compiler import PieceCompiler, early_start
+from sparse_compile.runtime.compiler import PieceCompiler, early_start, one_pass_reductions
 
 
 def calls_of(stages: tuple[object, ...], cutter: Cutter) -> list[object]:
@@ -138,3 +140,33 @@ def test_kernels_start_early_where_each_waits_for_something(monkeypatch: pytest.
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert [early_start(torch.device("cuda"), graph) for graph in graphs] == wanted
     assert early_start(torch.device("cpu"), graphs[0]) == {}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "hint", "cooperative", "one_pass"),
+    [
+        (1024, "INNER", False, True),
+        (2048, "INNER", False, True),
+        (4096, "INNER", False, True),
+        (4097, "INNER", False, False),
+        (2048, "OUTER", False, False),
+        (2048, "INNER", True, False),
+    ],
+)
+def test_norms_of_wide_rows_are_reduced_in_one_pass(
+    numbers: int, hint: str, cooperative: bool, one_pass: bool
+) -> None:
+    import sympy
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+
+    row = SimpleNamespace(
+        reduction_numel=sympy.Integer(numbers),
+        numel=sympy.Integer(64),
+        get_reduction_hint=lambda: ReductionHint[hint],
+    )
+    before = type(V.choices)
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())), one_pass_reductions():
+        assert V.choices.should_use_persistent_reduction(row, cooperative) == one_pass
+    assert type(V.choices) is before
