@@ -111,6 +111,8 @@ def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str
         return NO_PAST
     if not cache_inputs(call.key) or not cache_inputs(call.value):
         return "its keys do not come from a cache"
+    if fake(call.node).requires_grad:
+        return "gradients flow through it; decode under torch.no_grad() or torch.inference_mode()"
     return ""
 
 

@@ -65,7 +65,17 @@ class BackendOptions:
                 "must be a dict of Inductor's options, or False",
                 "pass inductor={}",
             )
+        self._check_inductor()
         self._check_mode()
+
+    def _check_inductor(self) -> None:
+        from torch._inductor import config
+
+        known = config.get_config_copy()
+        for name in self.inductor if isinstance(self.inductor, Mapping) else ():
+            if str(name).replace("-", "_") not in known:
+                limit = f"has {name!r}, which is no option of this Inductor"
+                raise ArgumentError("inductor", dict(self.inductor), limit, closest(str(name), list(known)))
 
     def _check_mode(self) -> None:
         if self.mode is None:
