@@ -82,8 +82,8 @@ def inspect_model(model: Any, options: Mapping[str, Any], rows: int = 2, prompt:
             model.__dict__.pop(name, None)
     if not seen:
         raise UnsupportedModel(
-            f"{type(model).__name__}: transformers compiled no decode step in its generate; are its caches compileable, "
-            "and generation_config.disable_compile unset?"
+            f"{type(model).__name__}: transformers compiled no decode step of its generate; are its caches "
+            "compileable, and generation_config.disable_compile unset?"
         )
     found, before, after = zip(*seen, strict=True)
     return Inspection(tuple(found), tuple(before), tuple(after))

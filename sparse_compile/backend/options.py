@@ -71,11 +71,12 @@ class BackendOptions:
     def _check_inductor(self) -> None:
         from torch._inductor import config
 
+        given = dict(self.inductor) if isinstance(self.inductor, Mapping) else {}
         known = config.get_config_copy()
-        for name in self.inductor if isinstance(self.inductor, Mapping) else ():
-            if str(name).replace("-", "_") not in known:
+        for name in map(str, given):
+            if name not in known:
                 limit = f"has {name!r}, which is no option of this Inductor"
-                raise ArgumentError("inductor", dict(self.inductor), limit, closest(str(name), list(known)))
+                raise ArgumentError("inductor", given, limit, closest(name, list(known)))
 
     def _check_mode(self) -> None:
         if self.mode is None:
