@@ -120,13 +120,14 @@ class PassManager:
         directory = compilation.options.dump_dir
         if directory is None:
             return
+        texts = {when: str(compilation.graph.graph)}
+        if when == "after":
+            for variant in compilation.variants.values():
+                texts[variant.name] = "\n\n".join(stage.text() for stage in variant.stages)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            for which, text in texts.items():
+                (directory / f"{number:02d}_{name}_{which}.txt").write_text(text + "\n")
         except OSError as error:
             limit = f"is no folder that can be written: {error.strerror}"
             raise OptionError("SPARSE_COMPILE_DUMP", str(directory), limit, "name another folder") from None
-        (directory / f"{number:02d}_{name}_{when}.txt").write_text(str(compilation.graph.graph) + "\n")
-        if when == "after":
-            for variant in compilation.variants.values():
-                text = "\n\n".join(stage.text() for stage in variant.stages)
-                (directory / f"{number:02d}_{name}_{variant.name}.txt").write_text(text + "\n")

@@ -6,8 +6,10 @@ query over a cache change. A graph of a prefill is left as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -21,6 +23,9 @@ from .program import PassRecord
 from .sites import number_calls, unscheduled_site
 
 WindowOf = Callable[[AttentionCall], int]
+_ROOT = re.compile(r"^[LG](?:\[[^\]]*\])+(?:\.args\[\d+\])?\.?")
+"""The variable that holds a model: L['self'], G['MODEL'], L['models'][0], L['partial'].args[0]."""
+_MODULES = re.compile(r"_modules\['([^']*)'\]")
 NO_PAST = "there is no past: its keys are those of this step"
 
 
@@ -48,13 +53,32 @@ class CachedCompilation(Compilation):
         return "decode" if past else "other"
 
 
-def module_of(node: fx.Node) -> str:
-    """The path of the innermost module that made a node, without Dynamo's decoration; "" for none."""
+def _place_of(node: fx.Node) -> tuple[str, str]:
+    """Root and path of the innermost module that made a node: "L['model']", "layers.0.attention"; "" for none."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    if not stack:
-        return ""
-    path = str(stack[-1][0])
-    return path.removeprefix("L['self']").removeprefix(".").replace("_modules['", "").replace("']", "")
+    path = _MODULES.sub(r"\1", str(stack[-1][0])) if stack else ""
+    rest = _ROOT.sub("", path)
+    return path.removesuffix(rest), rest
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that made a node, as its model names it; "" for none."""
+    return _place_of(node)[1]
+
+
+def _layer_names(nodes: list[fx.Node]) -> list[str]:
+    """The path of each call's module, with its root where a graph has several. A module that is reached by several
+    paths, as one block in all places of a list is, has the first of them.
+    """
+    places = [_place_of(node) for node in nodes]
+    several = len({root for root, _ in places}) > 1
+    first: dict[Any, str] = {}
+    names = []
+    for node, (root, path) in zip(nodes, places, strict=True):
+        stack = list(node.meta.get("nn_module_stack") or {})
+        module = stack[-1].split("@")[0] if stack else ""  # what follows "@" counts the calls
+        names.append(first.setdefault(module, root + path if several else path))
+    return names
 
 
 class FindCalls(Pass):
@@ -87,6 +111,8 @@ def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str
         return NO_PAST
     if not cache_inputs(call.key) or not cache_inputs(call.value):
         return "its keys do not come from a cache"
+    if fake(call.node).requires_grad:
+        return "gradients flow through it; decode under torch.no_grad() or torch.inference_mode()"
     return ""
 
 
@@ -97,7 +123,7 @@ class LabelCalls(Pass):
 
     def run(self, compilation: Compilation) -> dict[str, int]:
         assert isinstance(compilation, CachedCompilation)
-        paths = [module_of(call.node) for call in compilation.calls]
+        paths = _layer_names([call.node for call in compilation.calls])
         sites = []
         for plane, (call, (path, loop, loops)) in enumerate(
             zip(compilation.calls, number_calls(paths), strict=True)

@@ -58,14 +58,14 @@ def is_capture_loop(loop: int, options: Options) -> bool:
 
 def schedule_site(site: Site, options: Options) -> tuple[str, str]:
     """`(kind, reason)` of one site."""
+    if site.window:
+        return "dense", f"sliding window of {site.window} tokens"
     if site.loops == 1:
         return "dense", "layer is not looped"
     if not options.enabled:
         return "dense", "sparse attention is off"
     if site.retention.keeps_all:
         return "dense", "retention 1.0 keeps every key"
-    if site.window:
-        return "dense", f"sliding window of {site.window} tokens"
     if site.loop < options.capture_loop:
         return "dense", f"before the capture in loop {options.capture_loop}"
     if not is_capture_loop(site.loop, options):

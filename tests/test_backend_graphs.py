@@ -268,6 +268,32 @@ def test_a_model_that_gains_nothing_is_an_error_too() -> None:
     assert counts() == {"dense": 0, "capture": 1, "consume": 1}
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"capture_loop": 3}, "choose a lower capture_loop than 3, or pass"),
+        ({"recapture_every": 1}, "choose a higher recapture_every than 1, or pass"),
+    ],
+)
+def test_a_schedule_that_is_never_sparse_says_which_option_makes_it_so(
+    options: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(BackendCompilerFailed, match=rf"nothing is sparse(.|\n)*{remedy}"):
+        compile_form(sdpa, **options)(*example())
+
+
+def test_gradients_are_refused_not_lost() -> None:
+    """The ops have no backward; weights before them would silently get the gradients of another function."""
+    q, ks, vs, mask = example()
+    q.requires_grad_()
+    with pytest.raises(BackendCompilerFailed, match=r"gradients flow through it; decode under torch.no_grad"):
+        compile_form(sdpa)(q, ks, vs, mask)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compile_form(sdpa)(q, ks, vs, mask)
+    assert counts() == {"dense": 1, "capture": 1, "consume": 2}
+
+
 def test_a_capture_loop_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(BackendCompilerFailed, match=r"capture_loop=4 must be below 4"):
         compile_form(sdpa, capture_loop=4)(*example())
@@ -407,6 +433,13 @@ def test_dumps_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Exception, match=r"SPARSE_COMPILE_DUMP=.*is no folder that can be written.*; name another"
     ):
         compile_form(sdpa, key_retention=0.25)(*example())
+    number = backend.reports()[-1].number
+    for following in range(number + 1, number + 4):  # the files cannot be written, though the folder can
+        taken = tmp_path / "files" / f"graph_{following:02d}" / "00_find_calls_before.txt"
+        taken.mkdir(parents=True)
+    monkeypatch.setenv("SPARSE_COMPILE_DUMP", str(tmp_path / "files"))
+    with pytest.raises(Exception, match=r"SPARSE_COMPILE_DUMP=.*is no folder that can be written"):
+        compile_form(sdpa, key_retention=0.2)(*example())
 
 
 @pytest.mark.parametrize(
@@ -418,6 +451,7 @@ def test_dumps_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"mode": "fast"}, "mode='fast'"),
         ({"mode": "reduce-overhead", "inductor": False}, "leave one of them out"),
         ({"inductor": 3}, "inductor=3"),
+        ({"inductor": {"max_autotun": True}}, "no option of this Inductor; did you mean max_autotune"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:

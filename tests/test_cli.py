@@ -93,6 +93,10 @@ def test_inspect_of_the_torch_compile_front_end(
     code, out, err = run(capsys, *command, "--capture-loop", "3")
     assert (code, out) == (2, "")
     assert "capture_loop=3 must be below 3" in err
+    model.generation_config.disable_compile = True
+    code, out, err = run(capsys, *command)
+    assert (code, out) == (3, "")
+    assert "compiled no decode step" in err
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,14 @@ def test_inspect_of_the_torch_compile_front_end(
         (("--frontend", "dynamo"), "must be one of runtime, torch-compile"),
         (("--frontend", "torch-compile", "--graph", "body"), "must be one of before, after"),
         (("--frontend", "torch-compile", "--retention", "2"), "key_retention"),
+        (
+            ("--frontend", "torch-compile", "--context", "64"),
+            "--context [64]: is for --frontend runtime only",
+        ),
+        (
+            ("--frontend", "torch-compile", "--dense-below", "4"),
+            "--dense-below 4: is for --frontend runtime only",
+        ),
     ],
 )
 def test_inspect_refuses_bad_front_ends(

@@ -5,6 +5,7 @@
 
 For people who keep transformers' own `generate`, or a decode loop of their own, with a static cache. Installed, the
 backend is found by name (entry point group `torch_dynamo_backends`); importing this module registers it as well.
+`torch.compile(model, ...)` works for calls of its result; that result's `generate` is the plain model's, not compiled.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from sparse_compile.backend.breaks import BreakLog
-from sparse_compile.backend.frame import Frame, frame_locals
+from sparse_compile.backend.frame import Frame
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.backend.report import GraphReport, Left, remember
 from sparse_compile.backend.unmatched import check_matched
@@ -47,7 +47,7 @@ def sparse_compile_backend(
     before = graph.print_readable(print_output=False) if _traces() else ""
     dump = os.environ.get("SPARSE_COMPILE_DUMP")
     compilation, passes = rewrite_graph(
-        graph, settings.for_passes(Path(dump) if dump else None), Frame(frame_locals()).window_of, number
+        graph, settings.for_passes(Path(dump) if dump else None), Frame.current().window_of, number
     )
     report = _report(number, compilation, passes)
     remember(report)

@@ -12,34 +12,29 @@ from typing import Any
 from sparse_compile.passes.calls import AttentionCall
 from sparse_compile.passes.nodes import cache_inputs
 
-_ROOT = re.compile(r"^(L\['\w+'\])\.?(.*)$")
-
-
-def frame_locals() -> dict[str, Any]:
-    """Local variables of the function that is being compiled; empty outside of a compilation by Dynamo."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return dict(InstructionTranslator.current_tx().output.root_tx.f_locals)
-    except AttributeError:  # no compilation is going on
-        return {}
+_NUMBER = re.compile(r"\.(\d+)(?=[.\[]|$)")
 
 
 class Frame:
-    """Looks up what stands behind names of one frame."""
+    """Looks up what stands behind names of one frame: its local variables L and its global ones G."""
 
-    def __init__(self, variables: dict[str, Any]) -> None:
-        self.variables = variables
+    def __init__(self, variables: dict[str, Any], global_variables: dict[str, Any]) -> None:
+        self.variables = {"L": variables, "G": global_variables}
+
+    @classmethod
+    def current(cls) -> Frame:
+        """The frame of the function that is being compiled; an empty one outside of a compilation by Dynamo."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        try:
+            root = InstructionTranslator.current_tx().output.root_tx
+            return cls(dict(root.f_locals), root.f_globals)
+        except AttributeError:  # no compilation is going on
+            return cls({}, {})
 
     def module_maybe(self, path: str) -> Any:
-        """The module at a path of `nn_module_stack`, or None."""
-        found = _ROOT.match(path)
-        if not found:
-            return None
-        value = self._value(found[1])
-        for part in found[2].replace("_modules['", "").replace("']", "").split(".") if found[2] else []:
-            value = getattr(value, part, None)
-        return value
+        """The module at a path of `nn_module_stack` such as "L['models'][0].layers.1.attention", or None."""
+        return self._value(_NUMBER.sub(r"._modules['\1']", path))
 
     def holder_maybe(self, source: Any) -> Any:
         """The object that has a graph input as an attribute or item, such as a layer of a cache; None if unknown."""
@@ -51,7 +46,7 @@ class Frame:
 
     def _value(self, name: str) -> Any:
         try:
-            return eval(name, {"__builtins__": {}}, {"L": self.variables})
+            return eval(name, {"__builtins__": {}}, self.variables)
         except Exception:  # a name that is no plain path, such as a call; nothing is known about it then
             return None
 
@@ -68,5 +63,6 @@ class Frame:
             )
             holder = self.holder_maybe(source)
             if getattr(holder, "is_sliding", False) is True:
-                return int(getattr(holder, "max_cache_len", 0) or 1)
+                length = getattr(holder, "sliding_window", 0) or getattr(holder, "max_cache_len", 0)
+                return int(length or 1)
         return 0

@@ -41,7 +41,7 @@ def inspect_model(model: Any, options: Mapping[str, Any], rows: int = 2, prompt:
     """Generate a few tokens with a static cache, the decode step compiled by this backend without Inductor.
 
     Raises:
-        UnsupportedModel: the model cannot generate with a static cache.
+        UnsupportedModel: the model cannot generate with a static cache, or nothing of it is compiled then.
     """
     from transformers import CompileConfig
 
@@ -80,5 +80,10 @@ def inspect_model(model: Any, options: Mapping[str, Any], rows: int = 2, prompt:
     finally:
         for name in ("_compiled_call", "_last_compile_config"):
             model.__dict__.pop(name, None)
-    found, before, after = zip(*seen, strict=True) if seen else ((), (), ())
+    if not seen:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: transformers compiled no decode step of its generate; are its caches "
+            "compileable, and generation_config.disable_compile unset?"
+        )
+    found, before, after = zip(*seen, strict=True)
     return Inspection(tuple(found), tuple(before), tuple(after))

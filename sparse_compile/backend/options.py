@@ -65,7 +65,18 @@ class BackendOptions:
                 "must be a dict of Inductor's options, or False",
                 "pass inductor={}",
             )
+        self._check_inductor()
         self._check_mode()
+
+    def _check_inductor(self) -> None:
+        from torch._inductor import config
+
+        given = dict(self.inductor) if isinstance(self.inductor, Mapping) else {}
+        known = config.get_config_copy()
+        for name in map(str, given):
+            if name not in known:
+                limit = f"has {name!r}, which is no option of this Inductor"
+                raise ArgumentError("inductor", given, limit, closest(name, list(known)))
 
     def _check_mode(self) -> None:
         if self.mode is None:

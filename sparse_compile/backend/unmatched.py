@@ -28,7 +28,7 @@ def check_matched(report: GraphReport, options: BackendOptions) -> None:
     problem = _problem(report, options)
     if not problem or options.on_unmatched == "ignore":
         return
-    message = f"{problem}\n{_reasons(report)}\n{_remedy(report)}"
+    message = f"{problem}\n{_reasons(report)}\n{_remedy(report, options)}"
     if options.on_unmatched == "error":
         raise NothingRewritten(message, report)
     warnings.warn(message, UserWarning, stacklevel=2)
@@ -55,7 +55,13 @@ def _reasons(report: GraphReport) -> str:
     return "\n".join(lines + [f"  graph break: {one}" for one in report.breaks])
 
 
-def _remedy(report: GraphReport) -> str:
-    loops = max((site.loops for site in report.sites), default=0)
-    lower = "choose a lower capture_loop, or " if loops == 2 else ""
-    return f"To compile it all the same, {lower}pass options={{'on_unmatched': 'warn'}} or 'ignore'."
+def _remedy(report: GraphReport, options: BackendOptions) -> str:
+    """Which option would make something sparse, if one would, and how to go on without."""
+    loops = max((site.loops for site in report.rewritten), default=0)
+    others = []
+    if 1 < loops <= options.capture_loop + 1:
+        others.append(f"choose a lower capture_loop than {options.capture_loop}, or ")
+    if loops > 1 and options.recapture_every == 1:
+        others.append("choose a higher recapture_every than 1, or ")
+    other = "".join(others)
+    return f"To compile it all the same, {other}pass options={{'on_unmatched': 'warn'}} or 'ignore'."

@@ -48,10 +48,11 @@ def inspect(
     """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
     kept = common.kept_options(retention, calibration, target_mass, keep_first, keep_last)
     if frontend == "torch-compile":
+        runtime_only = {"--context": context, "--dense-below": dense_below}
         given = {**kept, "capture_loop": capture_loop, "recapture_every": recapture_every}
         given |= {"enabled": not dense, "implementation": implementation}
         common.run_command(
-            lambda: _inspect_backend(model, dtype, device, given, graph, as_json),
+            lambda: _inspect_backend(model, dtype, device, given, runtime_only, graph, as_json),
             as_json=as_json,
             debug=debug,
         )
@@ -66,8 +67,17 @@ def inspect(
 
 
 def _inspect_backend(
-    model: str, dtype: str, device: str, options: dict[str, Any], graph: str | None, as_json: bool
+    model: str,
+    dtype: str,
+    device: str,
+    options: dict[str, Any],
+    runtime_only: dict[str, Any],
+    graph: str | None,
+    as_json: bool,
 ) -> int:
+    for name, value in runtime_only.items():
+        if value is not None:
+            raise ValueError(f"{name} {value}: is for --frontend runtime only; leave it out")
     if graph not in (None, "before", "after"):
         raise ValueError(f"--graph {graph}: must be one of before, after with --frontend torch-compile")
     from sparse_compile.backend import BackendOptions
