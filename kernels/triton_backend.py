@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +32,9 @@ from .triton_attention import (
     attention_kernel,
     write_kernel,
 )
-from .triton_cut import cut_kernel
 from .triton_narrow import narrow_kernel
 from .triton_scratch import Scratch
-from .triton_select import retain_kernel
+from .triton_select import retain_kernel, select_kernel
 from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
@@ -233,8 +233,10 @@ def _select(
     """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
 
     def work() -> None:
-        _cut(a, retention, scratch, row_mode)
-        _retain(a, store, retention, scratch, row_mode)
+        _short(a, store, retention, scratch, row_mode)
+        if scratch.long:
+            _cut(a, retention, scratch, row_mode)
+            _retain(a, store, retention, scratch, row_mode)
 
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 
@@ -249,25 +251,30 @@ def _settle(a: Attention, store: Store) -> bool:
     return wait_for(a.q.device, _filled(store))
 
 
-def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
-    """Which score each (row, head) retains from, and how many such keys are in each block, in long rows each unit."""
-    tiles, modes = scratch.tiles, row_mode if row_mode is not None else a.row_length
+def _short(
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
+) -> None:
+    """The whole selection of rows that one program holds in registers."""
+    tiles = scratch.tiles
     most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
-    cut_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, a.row_length, modes,
-        scratch.cuts, scratch.blocks, scratch.scores.stride(0), scratch.blocks.stride(1),
-        retention.numerator, retention.denominator, _quantile(retention),
-        MIXED=row_mode is not None, HEADS=a.heads, SMALL=min(tiles.small_scores, most), NB=most, BLOCK=tiles.block,
-        **_always(retention, scratch), PDL=(pdl := starts_early(a.q.device)),
-        num_warps=warps, **_registers(a, 16 // warps, warps),
+    select_kernel[(a.heads, a.rows)](
+        scratch.scores, scratch.stats, *_selected(a, store, row_mode),
+        scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights,
+        scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator, _quantile(retention),
+        MIXED=row_mode is not None, SMALL=min(tiles.small_scores, most), NB=most,
+        PIECE=min(most, 32 * warps * tiles.thread_keys), PDL=starts_early(a.q.device),
+        **_sums(a, retention, scratch, warps), num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
-    if not scratch.long:
-        return
+
+
+def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
+    """Of long rows, which score each (row, head) retains from, and what each unit retains."""
+    tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
     warps = tiles.narrow_warps
     narrow_kernel[(a.heads, units, a.rows)](
-        scratch.scores, scratch.lists, scratch.stats, a.row_length, modes,
+        scratch.scores, scratch.lists, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
         scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
         retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
@@ -281,25 +288,43 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
 def _retain(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
-    """The retained sets, their masses and C_ref, once the cuts are known."""
-    tiles = scratch.tiles
+    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known."""
+    tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
     piece = min(tiles.piece, next_power_of_2(unit))
-    gathered = tiles.gather_block * scratch.width
-    warps = min(8, max(1, piece // (32 * tiles.thread_keys), gathered // 2048))
-    ahead = tiles.gather_bytes * 32 * warps // (gathered * a.v_pool.element_size())
+    warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
     retain_kernel[(a.heads, units, a.rows)](
-        scratch.scores, scratch.stats, scratch.cuts, scratch.blocks, scratch.places, a.v_pool, a.block_table,
-        a.row_seq, a.row_length, a.row_loop, row_mode if row_mode is not None else a.row_length, store.row_slot,
-        store.index, store.count, store.mass, store.c_ref, scratch.guess_acc, scratch.guess_stats,
-        scratch.fixes, scratch.weights, scratch.part_acc, scratch.part_l, scratch.selected,
-        scratch.scores.stride(0), scratch.blocks.stride(1), *a.v_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, store.site, store.count.shape[1], store.capacity,
-        retention.numerator, retention.denominator,
-        MIXED=row_mode is not None, HEADS=a.heads, G=a.group, D=a.head_dim, PAGE=a.page_size,
-        GUESSES=scratch.guesses, SHORT=tiles.short, SLOTS=scratch.units, MIN_UNIT=tiles.min_unit,
-        MAX_UNITS=tiles.max_units, BLOCK=tiles.block, PIECE=piece, BN=tiles.gather_block, AHEAD=max(1, min(8, ahead)),
-        BD=scratch.width, **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda",
-        PDL=(pdl := starts_early(a.q.device)),
+        scratch.scores, scratch.stats, scratch.cuts, scratch.places, *_selected(a, store, row_mode),
+        scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights, scratch.part_acc, scratch.part_l,
+        scratch.selected, scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator,
+        MIXED=row_mode is not None, SHORT=tiles.short, PIECE=piece, PDL=pdl, **_sums(a, retention, scratch, warps),
         num_warps=warps, **_early(pdl), **_registers(a, 24 // warps, warps),
     )  # fmt: skip
+
+
+def _selected(a: Attention, store: Store, row_mode: Tensor | None) -> tuple[Tensor, ...]:
+    """What a selection reads of the rows, and what it writes."""
+    modes = row_mode if row_mode is not None else a.row_length
+    rows = (a.v_pool, a.block_table, a.row_seq, a.row_length, a.row_loop, modes, store.row_slot)
+    return (*rows, store.index, store.count, store.mass, store.c_ref)
+
+
+def _places(a: Attention, store: Store) -> tuple[int, ...]:
+    """Where values and references lie."""
+    pool = (*a.v_pool.stride()[:4], a.block_table.stride(0), a.plane, a.plane_stride)
+    return (*pool, store.site, store.count.shape[1], store.capacity)
+
+
+def _sums(a: Attention, retention: Retention, scratch: Scratch, warps: int) -> dict[str, Any]:
+    """How the keys of a row lie in units, and how their values are summed."""
+    tiles = scratch.tiles
+    ahead = tiles.gather_bytes * 32 * warps // (tiles.gather_block * scratch.width * a.v_pool.element_size())
+    shape = {"HEADS": a.heads, "G": a.group, "D": a.head_dim, "PAGE": a.page_size, "BD": scratch.width}
+    units = {
+        "SLOTS": scratch.units,
+        "MIN_UNIT": tiles.min_unit,
+        "MAX_UNITS": tiles.max_units,
+        "BLOCK": tiles.block,
+    }
+    reads = {"GUESSES": scratch.guesses, "BN": tiles.gather_block, "AHEAD": max(1, min(8, ahead))}
+    return shape | units | reads | _always(retention, scratch) | {"ASSEMBLY": a.q.device.type == "cuda"}

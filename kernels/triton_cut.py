@@ -1,8 +1,8 @@
-"""The first half of a capture's selection: the score that exactly `keep` scores of a row reach, and where they lie.
+"""How a capture's selection finds its cut: the score that exactly `keep` scores of a row reach.
 
 Scores are compared as integers whose order is that of the floats (see `triton_parts.sortable`), and the cut is found by
-narrowing a bracket of them. Here one program does so for one (row, head) of up to SHORT keys, with all scores in
-registers; it leaves the cut, and for each block of keys how many it retains. Longer rows are for `triton_narrow`.
+narrowing a bracket of them. Of rows whose scores fit into the registers of one program, `cut_row` finds it; those of
+longer ones `triton_narrow`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, start_early, unsortable
+from .triton_parts import HIGHEST, LOG2E, LOWEST, sortable, unsortable
 
 SAMPLE = tl.constexpr(512)
 
@@ -174,24 +174,10 @@ def cut_of(low, reached, beyond, keep):
 
 
 @triton.jit
-def store_counts(counts, marks, length, NB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of a row's marks [NB] each block of keys holds. Four blocks, a quarter of NB apart, are counted in the
-    bytes of one integer.
-    """
-    COLUMNS: tl.constexpr = NB // BLOCK // 4
-    byte = tl.arange(0, 4)
-    four = tl.sum(tl.reshape(marks.to(tl.int32), [4, COLUMNS, BLOCK]) << (8 * byte)[:, None, None], 0)
-    four = tl.sum(four, 1)  # [COLUMNS]
-    j = byte[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(counts + j, (four[None, :] >> (8 * byte)[:, None]) & 0xFF, mask=j * BLOCK < length)
-
-
-@triton.jit
 def cut_row(
-    scores_row, cuts, blocks, blocks_s, top, length, keep, quantile,
-    NB: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """The cut of one row of up to NB keys and the counts of its blocks."""
+    scores_row, top, length, keep, quantile, NB: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr
+):
+    """(cut, ties) of one row of up to NB scores, all of them in registers."""
     n = tl.arange(0, NB)
     key = with_kept(load_sortable(scores_row, n, length), n, length, length, FIRST, LAST)
     every = tl.cdiv(length, SAMPLE)
@@ -203,34 +189,4 @@ def cut_row(
         key, scores_row, 0, 0, 0, 0, 0, low, reached, high, beyond, length, top, keep, 0,
         mean + quantile * deviation, score_step(deviation, quantile, length), 0, 1, 1,
     )  # fmt: skip
-    cut, ties = cut_of(low, reached, beyond, keep)
-    tl.store(cuts, cut)
-    tl.store(cuts + 1, ties)
-    store_counts(blocks, key >= cut, length, NB, BLOCK)
-    if ties > 0:
-        store_counts(blocks + blocks_s, key == cut - 1, length, NB, BLOCK)
-
-
-@triton.jit(do_not_specialize=["blocks_s", "numerator", "denominator"])
-def cut_kernel(
-    scores, stats, row_length, row_mode, cuts, blocks, scores_s, blocks_s, numerator, denominator, quantile,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), blocks [T * H, 2, blocks_s].
-
-    Rows of up to SMALL keys take a smaller tensor; rows of more than NB are not this kernel's.
-    """
-    start_early(PDL)
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(row_length + row)
-    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    if wanted & (length > 0) & (length <= NB):
-        at = row * HEADS + head
-        keep = retained_count(length, numerator, denominator, FIRST, LAST)
-        top = sortable(tl.load(stats + at * 2))
-        own, cut, block = scores + at * scores_s, cuts + at * 2, blocks + at * 2 * blocks_s
-        if length <= SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, SMALL, BLOCK, FIRST, LAST)
-        elif NB > SMALL:
-            cut_row(own, cut, block, blocks_s, top, length, keep, quantile, NB, BLOCK, FIRST, LAST)
+    return cut_of(low, reached, beyond, keep)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import HIGHEST, LOG2E, sortable, unsortable
+from .triton_parts import HIGHEST, LOG2E, sortable, tree_sum, unsortable
 
 HALF = tl.constexpr(8)
 FIELDS = tl.constexpr(4)
@@ -68,30 +68,36 @@ def store_guesses(
 
 
 @triton.jit
-def choose_guess(guess_stats, line, cut, GUESSES: tl.constexpr):
-    """(key, which) of a unit's guess next to the cut, of the GUESSES from `line` on; HIGHEST, which no score reaches,
-    where none of them helps.
+def choose_guess(guess_stats, line, live, cut, GUESSES: tl.constexpr):
+    """(key, which) of each unit's guess next to the cut, of the GUESSES from its `line` on; HIGHEST, which no score
+    reaches, for units where none of them helps or that are not `live`.
     """
     target = unsortable(cut)
-    distance = tl.full((), float("inf"), tl.float32)
+    distance = tl.where(live, float("inf"), float("inf"))
     chosen = distance
-    which = tl.full((), 0, tl.int32)
+    which = tl.where(live, 0, 0)
     for i in tl.static_range(GUESSES):
-        guess = tl.load(guess_stats + (line + i) * FIELDS)
+        guess = tl.load(guess_stats + (line + i) * FIELDS, mask=live, other=float("inf"))
         away = tl.maximum(guess - target, target - guess)
         nearer = away < distance
         distance = tl.where(nearer, away, distance)
         chosen = tl.where(nearer, guess, chosen)
         which = tl.where(nearer, i, which)
-    deviation = tl.load(guess_stats + line * FIELDS + 1)
+    deviation = tl.load(guess_stats + line * FIELDS + 1, mask=live, other=0.0)
     helps = (chosen < float("inf")) & (target - chosen <= deviation * REACH)
     return tl.where(helps, sortable(chosen), HIGHEST), which
 
 
 @triton.jit
-def load_guess(guess_acc, guess_stats, line, maximum, d, BD: tl.constexpr):
-    """(weighted values [BD], weights) of a unit's keys above a guess, weights relative to exp(maximum)."""
-    w = tl.exp2((tl.load(guess_stats + line * FIELDS + 2) - maximum) * LOG2E)
+def sum_guesses(guess_acc, guess_stats, line, helps, maximum, d, N: tl.constexpr, BD: tl.constexpr):
+    """(weighted values [BD], weights) of the keys above the guesses of N units, weights relative to exp(maximum).
+    line, helps: [N], the chosen guess of each unit, and whether it counts.
+    """
+    top = tl.load(guess_stats + line * FIELDS + 2, mask=helps, other=float("-inf"))
+    w = tl.exp2((top - maximum) * LOG2E)
+    acc = tl.load(guess_acc + line[:, None] * BD + d[None, :], mask=helps[:, None], other=0.0)
+    weights = tl.load(guess_stats + line * FIELDS + 3, mask=helps, other=0.0)
     # Inside fma they stay products: contracted with the sums that follow, bits would depend on the compiler.
-    acc, weights = tl.load(guess_acc + line * BD + d), tl.load(guess_stats + line * FIELDS + 3)
-    return tl.fma(acc, w, 0.0), tl.fma(weights, w, 0.0)
+    weights = tl.fma(weights, w, 0.0)
+    acc = tree_sum(tl.fma(acc, tl.broadcast_to(w[:, None], [N, BD]), 0.0), N, BD)
+    return acc, tl.sum(tree_sum(weights[:, None], N, 1), 0)

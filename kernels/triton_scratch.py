@@ -44,7 +44,6 @@ class Scratch:
         self.guess_acc = empty(lines, self.units, self.guesses, self.width)
         self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
         self.cuts = empty(lines, 2, dtype=torch.int32)
-        self.blocks = empty(lines, 2, cdiv(self.keys, tiles.block), dtype=torch.int32)
         self.fixes, self.weights = empty(lines, capacity, dtype=torch.int32), empty(lines, capacity)
 
     @property

@@ -1,10 +1,13 @@
-"""The second half of a capture's selection: the retained set, its mass, and C_ref, from the cut of `triton_cut`.
+"""The last part of a capture's selection: the retained set, its mass, and C_ref, from the cut.
 
-One program takes one unit of keys of one (row, head), the same unit that attention took. It writes the positions it
-retains, in ascending order, where those of earlier units end; ties go to the lowest positions. Then it sums their
-values: attention has left the sums over the unit's keys above a guessed cut (see `triton_guesses`), so only the keys
-between guess and cut are listed, with their weights, and read. Where the guess misses by as many keys as the unit
-retains, or there is none, the retained ones are. The last program of a (row, head) to arrive adds the units up.
+Positions are listed in ascending order; ties go to the lowest ones. Then the values of the retained keys are summed:
+attention has left, for each of its units of keys, the sums over the keys above a guessed cut (see `triton_guesses`), so
+only the keys between guess and cut are listed, with their weights, and read. Where the guesses miss by as many keys as
+are retained, or there are none, the retained ones are.
+
+A row of up to NB keys is one program's, which also finds the cut (`select_kernel`). Of a longer row each unit has a
+program (`retain_kernel`), which begins where those of earlier units end in the row's list; the last program of a
+(row, head) to arrive adds the units up.
 
 Mirrors `reference.capture`. The order of a sum follows from places in the list, so no bit depends on how many warps
 share the work.
@@ -15,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_cut import retained_count, with_kept
-from .triton_guesses import choose_guess, load_guess
+from .triton_cut import cut_row, retained_count, with_kept
+from .triton_guesses import choose_guess, sum_guesses
 from .triton_narrow import PLACE
 from .triton_parts import (
     HIGHEST,
@@ -37,39 +40,14 @@ FIX = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def sum_blocks(counts, first, last, STEP: tl.constexpr):
-    """The sum of the counts of blocks first .. last - 1 of a row."""
-    j = first + tl.arange(0, STEP)
-    total = tl.zeros([STEP], tl.int32)
-    for _ in range(first, last, STEP):
-        total += tl.load(counts + j, mask=j < last, other=0)
-        j += STEP
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def place_unit(blocks, blocks_s, start, end, ties, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """(begin, kept, ties left): where a unit's retained keys begin in the row's list, how many they are, and how many
-    keys equal to `cut - 1` are retained from here on.
-    """
-    first, last = start // BLOCK, tl.cdiv(end, BLOCK)
-    begin, kept = sum_blocks(blocks, 0, first, STEP), sum_blocks(blocks, first, last, STEP)
-    if ties > 0:
-        equal = sum_blocks(blocks + blocks_s, 0, first, STEP)
-        begin += tl.minimum(equal, ties)
-        ties = tl.maximum(ties - equal, 0)
-        kept += tl.minimum(sum_blocks(blocks + blocks_s, first, last, STEP), ties)
-    return begin, kept, ties
-
-
-@triton.jit
 def list_unit(
-    s, scores_row, table_row, kept_line, fix_line, weight_line, start, end, length, cut, ties, guess, maximum, limit,
-    PAGE: tl.constexpr, PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    s, scores_row, table_row, kept_line, fix_line, weight_line, start, end, length, cut, ties, guess, unit, maximum,
+    limit, SLOTS: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Write the retained positions among the keys start .. end - 1, and of those that the guess is wrong about the
     places of their values and their weights, negative where the key is above the guess; at most `limit` of each.
-    Returns how many the latter are. s [PIECE] are the first scores.
+    Returns how many the latter are. s [PIECE] are the first scores. guess: of the keys, or [SLOTS] of each `unit`.
     """
     n = start + tl.arange(0, PIECE)
     above = tl.full((), 0, tl.int32)
@@ -84,7 +62,8 @@ def list_unit(
             same = rank == cut - 1
             retained = retained | (same & (equal + tl.cumsum(same.to(tl.int32), 0) <= ties))
             equal += tl.sum(same.to(tl.int32), 0)
-        guessed = key >= guess
+        mine = tl.gather(guess, tl.minimum(n // unit, SLOTS - 1), 0) if SLOTS > 0 else guess
+        guessed = key >= mine
         wrong = retained != guessed
         page = page_of(table_row, n, wrong, PAGE)  # asked for before the scan
         marks = retained.to(tl.int32) + wrong.to(tl.int32) * FIX
@@ -147,7 +126,97 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
 @triton.jit(
     do_not_specialize=[
         "table_s",
-        "blocks_s",
+        "plane",
+        "plane_stride",
+        "site",
+        "sites",
+        "capacity",
+        "numerator",
+        "denominator",
+    ]
+)
+def select_kernel(
+    scores, stats, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
+    index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights,
+    scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
+    capacity, numerator, denominator, quantile,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
+    SMALL: tl.constexpr, NB: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, rows) -> index, count, mass and c_ref of the store, for rows of up to NB keys; those of up to SMALL
+    take a smaller tensor of scores. PIECE, BN, AHEAD as in `retain_kernel`.
+
+    fixes [T * H, capacity] and weights [T * H, capacity] are scratch.
+    """
+    start_early(PDL)
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(row_length + row)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    seq = tl.load(row_seq + row).to(tl.int64)
+    loop = tl.load(row_loop + row)
+    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    at = row * HEADS + head
+    maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
+    if wanted & (length > 0) & (length <= NB):
+        own, top = scores + at * scores_s, sortable(maximum)
+        keep = retained_count(length, numerator, denominator, FIRST, LAST)
+        cut, ties = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        if length <= SMALL:
+            cut, ties = cut_row(own, top, length, keep, quantile, SMALL, FIRST, LAST)
+        elif NB > SMALL:
+            cut, ties = cut_row(own, top, length, keep, quantile, NB, FIRST, LAST)
+        unit = unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK)
+        u = tl.arange(0, SLOTS)
+        guess, which = tl.full([SLOTS], HIGHEST, tl.int32), u
+        if GUESSES > 0:
+            guess, which = choose_guess(
+                guess_stats, (at * SLOTS + u) * GUESSES, u * unit < length, cut, GUESSES
+            )
+        s = tl.load(own + tl.arange(0, PIECE))
+        entry = (slot * sites + site) * HEADS + head
+        limit = tl.minimum(keep, capacity)
+        fix_line, weight_line = fixes + at * capacity, weights + at * capacity
+        entries = limit
+        again = True
+        while again:
+            entries = list_unit(
+                s, own, table + seq * table_s, index + entry * capacity, fix_line, weight_line, 0, length, length, cut,
+                ties, guess, unit, maximum, limit, SLOTS, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
+            )  # fmt: skip
+            tl.debug_barrier()
+            again = (entries >= limit) & (tl.min(guess, 0) < HIGHEST)
+            guess = tl.where(again, HIGHEST, guess)
+        d = tl.arange(0, BD)
+        base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
+        if GUESSES > 0:  # on its way before the values are
+            more, heavier = sum_guesses(
+                guess_acc,
+                guess_stats,
+                (at * SLOTS + u) * GUESSES + which,
+                guess < HIGHEST,
+                maximum,
+                d,
+                SLOTS,
+                BD,
+            )
+        sums, weight = sum_listed(
+            fix_line, weight_line, tl.minimum(entries, limit), v_pool, base, d, d < D, pool_page, pool_token,
+            PAGE, BN, AHEAD, BD,
+        )  # fmt: skip
+        if GUESSES > 0:
+            sums += more
+            weight += heavier
+        if head == 0:
+            tl.store(count + slot * sites + site, keep)
+        tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
+        tl.store(mass + entry, weight / every)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_s",
         "plane",
         "plane_stride",
         "site",
@@ -158,17 +227,17 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
     ]
 )
 def retain_kernel(
-    scores, stats, cuts, blocks, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
+    scores, stats, cuts, places, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
     index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights, part_acc, part_l, arrived,
-    scores_s, blocks_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
+    scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
     capacity, numerator, denominator,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SHORT: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, units, rows) -> index, count, mass and c_ref of the store. A unit is listed in pieces of PIECE keys,
-    and values are read AHEAD blocks of BN at a time.
+    """Grid (heads, units, rows) -> index, count, mass and c_ref of the store, for rows of more than SHORT keys. A unit
+    is listed in pieces of PIECE keys, and values are read AHEAD blocks of BN at a time.
 
     fixes [T * H, capacity], weights [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are
     scratch; arrived int32 [T * H] is zero before and after every launch.
@@ -183,7 +252,7 @@ def retain_kernel(
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     at = row * HEADS + head
     mine = at * SLOTS + part
-    cut, ties = tl.load(cuts + at * 2), tl.load(cuts + at * 2 + 1)
+    cut = tl.load(cuts + at * 2)
     maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
     place = places + mine * PLACE
     begin, kept = tl.load(place), tl.load(place + 1)
@@ -191,18 +260,15 @@ def retain_kernel(
     guess = tl.full((), HIGHEST, tl.int32)
     which = tl.full((), 0, tl.int32)
     if GUESSES > 0:
-        guess, which = choose_guess(guess_stats, mine * GUESSES, cut, GUESSES)
+        guess, which = choose_guess(guess_stats, mine * GUESSES, length >= 0, cut, GUESSES)
     unit = unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK)
     start = part * unit
-    if wanted & (start < length):
+    if wanted & (length > SHORT) & (start < length):
         own = scores + at * scores_s
         s = tl.load(own + start + tl.arange(0, PIECE))
         entry = (slot * sites + site) * HEADS + head
         keep = retained_count(length, numerator, denominator, FIRST, LAST)
         end = tl.minimum(start + unit, length)
-        if length <= SHORT:
-            block = blocks + at * 2 * blocks_s
-            begin, kept, ties_left = place_unit(block, blocks_s, start, end, ties, BLOCK, max(16, PIECE // 4))
         limit = tl.minimum(kept, tl.minimum(keep, capacity) - begin)
         kept_line, fix_line = index + entry * capacity + begin, fixes + at * capacity + begin
         weight_line = weights + at * capacity + begin
@@ -211,7 +277,7 @@ def retain_kernel(
         while again:
             entries = list_unit(
                 s, own, table + seq * table_s, kept_line, fix_line, weight_line, start, end, length, cut, ties_left,
-                guess, maximum, limit, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
+                guess, unit, maximum, limit, 0, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
             )  # fmt: skip
             tl.debug_barrier()
             # A guess that is wrong about no fewer keys than are retained: those themselves are listed and read.
@@ -219,15 +285,18 @@ def retain_kernel(
             guess = tl.where(again, HIGHEST, guess)
         d = tl.arange(0, BD)
         base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
-        if GUESSES > 0:  # of no meaning where no guess helps, but on its way before the values are
-            more, heavier = load_guess(guess_acc, guess_stats, mine * GUESSES + which, maximum, d, BD)
+        one = tl.arange(0, 1)
+        if GUESSES > 0:  # on its way before the values are
+            more, heavier = sum_guesses(
+                guess_acc, guess_stats, mine * GUESSES + which + one, guess + one < HIGHEST, maximum, d, 1, BD
+            )
         sums, weight = sum_listed(
             fix_line, weight_line, tl.minimum(entries, limit), v_pool, base, d, d < D, pool_page, pool_token,
             PAGE, BN, AHEAD, BD,
         )  # fmt: skip
         if GUESSES > 0:
-            helps = guess < HIGHEST
-            sums, weight = tl.where(helps, sums + more, sums), tl.where(helps, weight + heavier, weight)
+            sums += more
+            weight += heavier
         if (head == 0) & (part == 0):
             tl.store(count + slot * sites + site, keep)
         units = tl.cdiv(length, unit)
