@@ -139,7 +139,7 @@ class Decoder(Ours):
             len(self.tokens),
             sum(one.drafted_tokens for one in found),
             sum(one.accepted_tokens for one in found),
-            len(getattr(self.engine.executor, "buckets", {})),
+            getattr(self.engine.executor, "captured", 0),  # none without CUDA graphs
         )
 
 

@@ -217,7 +217,7 @@ class RollLoop(Pass):
 
     def run(self, compilation: Compilation) -> dict[str, int]:
         if not compilation.options.roll:
-            compilation.roll_reason = "rolling is off"
+            compilation.roll_reason = "rolling is off (roll=False)"
             return {"rolled": 0}
         try:
             compilation.roll = find_roll(compilation.graph.graph, compilation.markers, compilation.sites)

@@ -85,6 +85,11 @@ class GraphExecutor:
         """Bodies that a row goes through; 1 for a program that is not rolled."""
         return self.inner.loops
 
+    @property
+    def captured(self) -> int:
+        """Graphs so far, those of whole rounds and steps among them."""
+        return len(self.buckets) + len(self.round_buckets)
+
     def prefill(self, plan: RowPlan) -> torch.Tensor:
         """As `Executor.prefill`."""
         return self.inner.prefill(plan)

@@ -71,6 +71,11 @@ class EngineOptions:
             self._check_deterministic()
 
     def _check_deterministic(self) -> None:
+        if self.block_rows > FIXED_ROWS:
+            raise ValueError(
+                f"drafting rows={self.block_rows} are more than the {FIXED_ROWS} rows of a step that "
+                f"deterministic=True serves; pass rows={FIXED_ROWS} or less"
+            )
         if self.max_seqs * self.block_rows > FIXED_ROWS:
             raise ValueError(
                 f"max_seqs={self.max_seqs} with {self.block_rows} rows of each request is more than the {FIXED_ROWS} "

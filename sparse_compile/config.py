@@ -75,7 +75,7 @@ class SparseConfig:
     loops_per_step: loops that one step takes a generated token through, so that tokens at several depths share a batch;
         None = all of them. Needs a loop that is rolled. The tokens are the same.
     speculation: a `SpeculationConfig`: the model drafts tokens with its first loops and verifies several at once;
-        None = not. The tokens are the same, those of sampling in distribution.
+        None or False = not. The tokens are the same, those of sampling in distribution.
     deterministic: what a request's tokens are does not depend on the requests beside it, and greedy tokens not on
         `speculation` either, in half precision too: a decode row gets the same bits in every batch and in every way of
         decoding. Prompts are computed one at a time. On CUDA it needs half precision, Inductor and the Triton kernels;
@@ -132,7 +132,7 @@ class SparseConfig:
         for name in ("recapture_every", "max_context", "max_batch", "loops_per_step", "prefill_chunk"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
-        chosen(self.speculation, None)
+        object.__setattr__(self, "speculation", chosen(self.speculation, None))
         for name in ("enabled", "validate", "roll", "prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")

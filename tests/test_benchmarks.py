@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_ca
 from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
 from sparse_compile.models import tiny_model
 from sparse_compile.models.branches import Branches
+from sparse_compile.runtime.graphs import GraphExecutor
+from sparse_compile.runtime.sampler import Drawn
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +346,43 @@ def test_a_window_with_captures_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Fake, "window", lambda *_: windows[0])
     with pytest.raises(RuntimeError, match="captured in each of"):
         speculation.measure(None, options.places[0], speculation.Mode("ordinary"), options)
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "pipeline:2", "block:3:2"])
+def test_graphs_of_whole_rounds_and_steps_are_captures_too(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    class Again:
+        """Stands in for a CUDA graph: whose replay runs the same again, over the same plan."""
+
+        def __init__(self, run: Any, made: Any) -> None:
+            self.run, self.made = run, made
+
+        def replay(self) -> None:
+            made = self.run()
+            pairs = [(made, self.made)]
+            if isinstance(made, Drawn):
+                pairs = [
+                    (getattr(made, one), getattr(self.made, one)) for one in ("tokens", "logprobs", "flags")
+                ]
+            for new, old in pairs:
+                old.copy_(new)
+
+    def captured(self: GraphExecutor, run: Any, device: Any) -> tuple[Again, Any]:
+        made = run()
+        return Again(run, made), made
+
+    monkeypatch.setattr(GraphExecutor, "_captured", captured)
+    options = speculation.parse(["--tiny", "--modes", mode])
+    system = speculation.Decoder(speculation.make_setup(options), *options.places[0], options.modes[0])
+    engine, rounds = system.engine, system.engine._runner.rounds
+    executor: Any = GraphExecutor(engine.executor, engine.pool.spec.page_size)  # type: ignore[arg-type]
+    engine.executor = engine._runner.executor = executor
+    if rounds is not None:
+        rounds.executor = executor
+    assert system.window(4).captured > 0
+    assert system.window(4).captured == 0
+    system.close()
 
 
 def test_acceptance_of_a_window_by_hand() -> None:

@@ -23,7 +23,7 @@ from sparse_compile.kernels import skinny
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.pieces import Code, Cutter, PieceCall
 from sparse_compile.runtime.deterministic import FixedCompiler, OneRowEach, _standard
-from sparse_compile.runtime.options import FIXED_ROWS, EngineOptions
+from sparse_compile.runtime.options import FIXED_ROWS, Drafting, EngineOptions
 from sparse_compile.runtime.request import SamplingParams
 from sparse_compile.selftest import SelfTest, make_prompts
 from sparse_compile.speculation import SpeculationConfig
@@ -263,8 +263,11 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     made = sparse_compile(model, deterministic=True, validate=False, speculation=MODES["pipeline"])
     with pytest.raises(ArgumentError, match=f"pass max_batch={FIXED_ROWS // 4} or less"):
         made.serve(max_batch=FIXED_ROWS // 4 + 1, max_context=32)
+    with pytest.raises(ArgumentError, match=f"pass num_draft_tokens={FIXED_ROWS} or less"):
+        made.generate(torch.tensor([[5]]), speculation=SpeculationConfig(num_draft_tokens=FIXED_ROWS + 1))
     for changes, message in (
         ({"max_seqs": 257}, "max_seqs=256 or less"),
+        ({"max_seqs": 1, "drafting": Drafting(1, 257)}, "pass rows=256 or less"),
         ({"prefix_caching": True}, "prefix"),
     ):
         with pytest.raises(ValueError, match=message):

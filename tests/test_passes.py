@@ -172,7 +172,7 @@ def test_alternating_loops_roll_two_at_a_time() -> None:
 
 
 def test_rolling_can_be_switched_off() -> None:
-    assert toy_compile(Toy(), roll=False).roll_reason == "rolling is off"
+    assert toy_compile(Toy(), roll=False).roll_reason == "rolling is off (roll=False)"
 
 
 def test_find_periods() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,24 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "tiny:ouro", "--batch", "1")[0] == 2
     code, _, err = run(capsys, "tiny:ouro", *SMALL, "--branch-scale", "0.1")
     assert (code, "which is no preset" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-loops", "5"], "draft_loops=5: the program has 4 loops; pass draft_loops=4 or less"),
+        (["--draft-tokens", "257", "--deterministic"], "257 rows at once.*pass num_draft_tokens=256 or less"),
+        (["--draft-tokens", "129", "--deterministic"], "max_batch=2: .*pass max_batch=1 or less"),
+    ],
+    ids=str,
+)
+def test_drafts_that_cannot_be_are_refused_before_anything_is_decoded(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, "tiny:ouro", "--no-validate", *SMALL, *options)
+    assert (code, out) == (2, "")
+    assert re.search(message, err)
+    assert "prompts equal" not in err
 
 
 def test_presets_have_random_weights_and_often_right_drafts(capsys: pytest.CaptureFixture[str]) -> None:

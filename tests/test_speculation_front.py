@@ -157,6 +157,33 @@ def test_the_command_line() -> None:
     assert got["ids"] == want["ids"]
     assert got["metrics"]["rounds"] > 0
     assert want["metrics"]["rounds"] == 0
-    refused = run(app, [*base, "--draft-loops", "2"])
+    blocks = [*base, "--speculate", "block", "--draft-tokens", "5"]
+    fixed, adaptive = (json.loads(run(app, [*blocks, *more]).stdout) for more in ([], ["--adaptive"]))
+    assert fixed["ids"] == adaptive["ids"] == want["ids"]
+    assert adaptive["metrics"]["drafted_tokens"] < fixed["metrics"]["drafted_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-loops", "2"], "only with --speculate"),
+        (["--adaptive"], "only with --speculate"),
+        (["--speculate", "pipeline", "--draft-tokens", "5"], "--draft-tokens 5: only with --speculate block"),
+        (["--speculate", "pipeline", "--adaptive"], "adaptive=True: a pipeline has no blocks"),
+    ],
+    ids=str,
+)
+def test_options_of_the_command_line_that_would_do_nothing_are_refused(
+    options: list[str], message: str
+) -> None:
+    base = ["generate", "tiny:ouro", "--prompt-ids", "5,6,7", "--no-validate", "--json"]
+    refused = CliRunner().invoke(app, [*base, *options])
     assert refused.exit_code == 2
-    assert "only with --speculate" in json.loads(refused.stdout)["error"]["message"]
+    assert message in json.loads(refused.stdout)["error"]["message"]
+
+
+def test_false_means_no_speculation_for_the_option_as_for_a_call() -> None:
+    model = compiled(speculation=False)
+    assert model.sparse_config.speculation is None
+    assert new_tokens(model, ROWS, 8) == plain()
+    assert new_tokens(model, ROWS, 8, speculation=SpeculationConfig()) == plain()

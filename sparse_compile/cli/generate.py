@@ -53,6 +53,10 @@ def generate(
         int | None,
         typer.Option("--draft-tokens", help="With --speculate block: rows of a block (default 4)."),
     ] = None,
+    adaptive: Annotated[
+        bool,
+        typer.Option("--adaptive", help="With --speculate block: shorter blocks where drafts are rejected."),
+    ] = False,
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     no_validate: common.NoValidate = False,
@@ -78,23 +82,33 @@ def generate(
         if settings.keys() & sampling.keys() and not do_sample:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in settings if name in sampling)
             raise ValueError(f"{names}: only with --do-sample; add --do-sample or remove it")
-        options["speculation"] = _speculation(speculate, draft_loops, draft_tokens)
+        options["speculation"] = _speculation(speculate, draft_loops, draft_tokens, adaptive)
         compiled = common.compile_named(model, dtype, device, options)
         return _generate(model, compiled, prompt, ids, settings, as_json)
 
     common.run_command(body, as_json=as_json, debug=debug)
 
 
-def _speculation(mode: str | None, loops: int | None, tokens: int | None) -> SpeculationConfig | None:
+def _speculation(
+    mode: str | None, loops: int | None, tokens: int | None, adaptive: bool
+) -> SpeculationConfig | None:
     if mode is None:
-        if loops is not None or tokens is not None:
-            raise ValueError("--draft-loops, --draft-tokens: only with --speculate; add --speculate block")
+        if loops is not None or tokens is not None or adaptive:
+            raise ValueError(
+                "--draft-loops, --draft-tokens, --adaptive: only with --speculate; add --speculate block"
+            )
         return None
+    if mode == "pipeline" and tokens is not None:
+        raise ValueError(
+            f"--draft-tokens {tokens}: only with --speculate block, for a pipeline has as many rows as a token takes "
+            "steps; remove it, or pass --speculate block"
+        )
     default = SpeculationConfig()
     return SpeculationConfig(
         mode,
         draft_loops=default.draft_loops if loops is None else loops,
         num_draft_tokens=default.num_draft_tokens if tokens is None else tokens,
+        adaptive=adaptive,
     )
 
 

@@ -102,6 +102,7 @@ def _selftest(
         common.note(f"compiling {name} ...")
         compiled = sparse_compile(model, **options, progress=False)
         modes = _modes(compiled, *settings["drafts"])
+        _check(compiled, modes, settings["batches"][-1])
         test = SelfTest(
             compiled, prompts, modes, settings["batches"], settings["repeats"], settings["new_tokens"]
         )
@@ -159,6 +160,16 @@ def _modes(compiled: Any, loops: int, rows: int) -> dict[str, Any]:
         "block": SpeculationConfig("block", draft_loops=loops, num_draft_tokens=rows),
         "pipeline": SpeculationConfig("pipeline", draft_loops=loops),
     }
+
+
+def _check(compiled: Any, modes: dict[str, Any], rows: int) -> None:
+    """Raise ArgumentError for a mode that would be refused, before another one has run for minutes."""
+    from sparse_compile.determinism import check_rows
+    from sparse_compile.speculation import check_speculation
+
+    for asked in filter(None, modes.values()):
+        check_speculation(asked, compiled.program, loops_per_step=None)
+        check_rows(compiled.sparse_config, rows, asked, compiled.program.roll.repeats)
 
 
 def _show(name: str, dtype: str, deterministic: bool, outcome: Outcome, as_json: bool) -> None:
