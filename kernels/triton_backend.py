@@ -254,16 +254,16 @@ def _settle(a: Attention, store: Store) -> bool:
 def _short(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
 ) -> None:
-    """The whole selection of rows that one program holds in registers."""
+    """The whole selection of rows that one program holds in registers, and where to search in longer ones."""
     tiles = scratch.tiles
     most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
     select_kernel[(a.heads, a.rows)](
-        scratch.scores, scratch.stats, *_selected(a, store, row_mode),
+        scratch.scores, scratch.stats, scratch.cuts, scratch.starts, *_selected(a, store, row_mode),
         scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights,
         scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, SMALL=min(tiles.small_scores, most), NB=most,
-        PIECE=min(most, 32 * warps * tiles.thread_keys), PDL=starts_early(a.q.device),
+        SAMPLE=tiles.sample if scratch.long else 0, PIECE=min(most, 32 * warps * tiles.thread_keys), PDL=starts_early(a.q.device),
         **_sums(a, retention, scratch, warps), num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
 
@@ -275,9 +275,8 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
     warps = tiles.narrow_warps
     narrow_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.lists, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
-        scratch.cuts, scratch.places, scratch.selected, scratch.scores.stride(0),
-        retention.numerator, retention.denominator, _quantile(retention),
-        MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short, SAMPLE=tiles.sample,
+        scratch.cuts, scratch.starts, scratch.places, scratch.selected, scratch.scores.stride(0),
+        retention.numerator, retention.denominator, MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short,
         PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
         SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
         **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda", PDL=pdl,
@@ -288,10 +287,14 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
 def _retain(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
 ) -> None:
-    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known."""
+    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known.
+
+    Few programs are quick with all scores of a unit in two pieces; many wait less for each other if each is smaller.
+    """
     tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
-    piece = min(tiles.piece, next_power_of_2(unit))
+    many = a.heads * units * a.rows > 16 * _multiprocessors(a.q.device)
+    piece = min(tiles.piece // 2 if many else tiles.piece, next_power_of_2(unit))
     warps = min(8, max(1, piece // (32 * tiles.thread_keys), tiles.gather_block * scratch.width // 2048))
     retain_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.places, *_selected(a, store, row_mode),

@@ -1,14 +1,14 @@
-"""The first half of a capture's selection for long rows: the cut, from the few scores that may decide it.
+"""The cut of long rows, from the few scores that may decide it.
 
-A program per unit of keys. Each takes the same evenly spread sample of the row and finds in it a bracket [low, high) of
-scores that nearly always holds the cut; so all programs of a row have the same one. A program then counts the scores
-of its own unit from `high` on, and lists those inside the bracket. The last program of a (row, head) to arrive searches
-for the cut among what was listed. It leaves the cut, and for each unit where its retained keys begin in the row's list,
-how many they are, and how many ties it may take: `triton_select` goes on from there.
+From an evenly spread sample of the row follows a bracket [low, high) of scores that nearly always holds the cut
+(`bracket_row`). Then a program per unit of keys counts the scores of its unit from `high` on, and lists those inside
+the bracket. The last program of a (row, head) to arrive searches for the cut among what was listed. It leaves the cut,
+and for each unit where its retained keys begin in the row's list, how many they are, and how many ties it may take:
+`triton_select` goes on from there.
 
 The counts tell whether the bracket holds the cut. Where it does not, the same search runs over all scores of the row:
 lists have room for whole units, and lie as the units' scores do, so scores are but longer lists. The sample decides
-about time, never about the answer. Rows of up to SHORT keys are for `triton_cut`, whose search this is.
+about time, never about the answer. Rows of up to SHORT keys are `triton_select`'s alone.
 """
 
 from __future__ import annotations
@@ -83,6 +83,21 @@ def find_bracket(some, length, keep, top, quantile, SAMPLE: tl.constexpr):
         )  # fmt: skip
         high = tl.where(found <= least, above, above + 1)
     return low, high, guess, step * (SAMPLE / length.to(tl.float32))
+
+
+@triton.jit
+def bracket_row(
+    scores_row, cuts, starts, top, length, keep, quantile,
+    SAMPLE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Leave (low, high) in `cuts` and (guess, step) in `starts`, for the programs of the row's units."""
+    some, standing = load_sample(scores_row, length, SAMPLE, FIRST, LAST)
+    chosen = keep - tl.minimum(length, FIRST + LAST)
+    low, high, guess, step = find_bracket(some, standing, chosen, top, quantile, SAMPLE)
+    tl.store(cuts, low)
+    tl.store(cuts + 1, high)
+    tl.store(starts, guess)
+    tl.store(starts + 1, step)
 
 
 @triton.jit
@@ -176,13 +191,14 @@ def place_units(
 
 @triton.jit(do_not_specialize=["numerator", "denominator"])
 def narrow_kernel(
-    scores, lists, stats, row_length, row_mode, cuts, places, arrived, scores_s, numerator, denominator, quantile,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
-    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
-    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    scores, lists, stats, row_length, row_mode, cuts, starts, places, arrived, scores_s, numerator, denominator,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, PIECE: tl.constexpr, WIDE: tl.constexpr,
+    STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, units, rows). scores [T * H, scores_s] -> cuts [T * H, 2] (cut and ties), places [T * H, SLOTS,
-    PLACE] of the rows of more than SHORT keys.
+    """Grid (heads, units, rows). scores [T * H, scores_s], cuts [T * H, 2] (low and high) and starts [T * H, 2], of
+    which the search makes its first guess -> cuts (cut and ties), places [T * H, SLOTS, PLACE] of the rows of more than
+    SHORT keys.
 
     A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a
     time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every launch.
@@ -197,11 +213,10 @@ def narrow_kernel(
         at = row * HEADS + head
         own, listed, place = scores + at * scores_s, lists + at * scores_s, places + at * SLOTS * PLACE
         top = sortable(tl.load(stats + at * 2))
-        some, standing = load_sample(own, length, SAMPLE, FIRST, LAST)
+        low, high = tl.load(cuts + at * 2), tl.load(cuts + at * 2 + 1)
+        guess, step = tl.load(starts + at * 2), tl.load(starts + at * 2 + 1)
         s = tl.load(own + start + tl.arange(0, PIECE))
         keep = retained_count(length, numerator, denominator, FIRST, LAST)
-        chosen = keep - tl.minimum(length, FIRST + LAST)
-        low, high, guess, step = find_bracket(some, standing, chosen, top, quantile, SAMPLE)
         end = tl.minimum(start + unit, length)
         above, inside = list_bracket(
             own, listed, s, start, end, length, low, high, PIECE, FIRST, LAST, ASSEMBLY

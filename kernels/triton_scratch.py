@@ -43,7 +43,7 @@ class Scratch:
         self.stats = empty(lines, 2)
         self.guess_acc = empty(lines, self.units, self.guesses, self.width)
         self.guess_stats = empty(lines, self.units, self.guesses, GUESS_FIELDS)
-        self.cuts = empty(lines, 2, dtype=torch.int32)
+        self.cuts, self.starts = empty(lines, 2, dtype=torch.int32), empty(lines, 2)
         self.fixes, self.weights = empty(lines, capacity, dtype=torch.int32), empty(lines, capacity)
 
     @property

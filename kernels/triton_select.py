@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .triton_cut import cut_row, retained_count, with_kept
 from .triton_guesses import choose_guess, sum_guesses
-from .triton_narrow import PLACE
+from .triton_narrow import PLACE, bracket_row
 from .triton_parts import (
     HIGHEST,
     LOG2E,
@@ -136,17 +136,19 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
     ]
 )
 def select_kernel(
-    scores, stats, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
+    scores, stats, cuts, starts, v_pool, table, row_seq, row_length, row_loop, row_mode, row_slot,
     index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights,
     scores_s, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride, site, sites,
     capacity, numerator, denominator, quantile,
     MIXED: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GUESSES: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    SMALL: tl.constexpr, NB: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    SMALL: tl.constexpr, NB: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr,
+    AHEAD: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows) -> index, count, mass and c_ref of the store, for rows of up to NB keys; those of up to SMALL
-    take a smaller tensor of scores. PIECE, BN, AHEAD as in `retain_kernel`.
+    take a smaller tensor of scores. Longer rows get a bracket for `narrow_kernel`, from SAMPLE scores; 0: there are no
+    longer rows. PIECE, BN, AHEAD as in `retain_kernel`.
 
     fixes [T * H, capacity] and weights [T * H, capacity] are scratch.
     """
@@ -159,9 +161,12 @@ def select_kernel(
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     at = row * HEADS + head
     maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
+    own, top = scores + at * scores_s, sortable(maximum)
+    keep = retained_count(length, numerator, denominator, FIRST, LAST)
+    if SAMPLE > 0:
+        if wanted & (length > NB):
+            bracket_row(own, cuts + at * 2, starts + at * 2, top, length, keep, quantile, SAMPLE, FIRST, LAST)
     if wanted & (length > 0) & (length <= NB):
-        own, top = scores + at * scores_s, sortable(maximum)
-        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         cut, ties = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         if length <= SMALL:
             cut, ties = cut_row(own, top, length, keep, quantile, SMALL, FIRST, LAST)

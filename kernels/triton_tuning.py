@@ -23,14 +23,14 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
-    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In rows
-    of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores each
-    while they search for the cut, of the shortest rows in a tensor of `small_scores`. In longer ones each unit has a
-    program of `narrow_warps` warps: it looks at a `sample` of the row and reads its unit `narrow_piece` scores at a
+    Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In
+    rows of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores
+    each while they search for the cut, of the shortest rows in a tensor of `small_scores`. In longer ones it looks
+    at a `sample`, and each unit has a program of `narrow_warps` warps that reads its `narrow_piece` scores at a
     time; the last one keeps `listed` scores of each unit's list in registers and reads what is beyond in steps of
-    `listed_step`. Then each unit's retained keys are listed in pieces of up to `piece` keys. In all rows a thread lists
-    `thread_keys` of a piece, and values are summed in steps of `gather_block`, as many of which are on their way at a
-    time as make `gather_bytes` per thread.
+    `listed_step`. Then each unit's retained keys are listed in pieces of up to `piece` keys. In all rows a thread
+    lists `thread_keys` of a piece, and values are summed in steps of `gather_block`, as many of which are on their
+    way at a time as make `gather_bytes` per thread.
 
     `block`, `min_unit` and `max_units`, the same three of retained keys, `guesses`, `short` and `gather_block` change
     bits; nothing else does.

@@ -66,6 +66,7 @@ def cut_rows(
     for line, row in enumerate(rows):
         scratch.scores[line, : len(row)] = row
         scratch.stats[line, 0] = row.max()
+    triton_backend._short(attention, case.store_view, case.retention, scratch, None)
     triton_backend._cut(attention, case.retention, scratch)
     assert not scratch.selected.any(), "counters are zero between launches"
     found = []
