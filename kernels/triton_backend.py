@@ -263,8 +263,9 @@ def _short(
         scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights,
         scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator, _quantile(retention),
         MIXED=row_mode is not None, SMALL=min(tiles.small_scores, most), NB=most,
-        SAMPLE=tiles.sample if scratch.long else 0, PIECE=min(most, 32 * warps * tiles.thread_keys), PDL=starts_early(a.q.device),
-        **_sums(a, retention, scratch, warps), num_warps=warps, **_registers(a, 16 // warps, warps),
+        SAMPLE=tiles.sample if scratch.long else 0, PIECE=min(most, 32 * warps * tiles.thread_keys),
+        PDL=starts_early(a.q.device), **_sums(a, retention, scratch, warps),
+        num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
 
 
