@@ -135,7 +135,7 @@ class Bench:
         return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
-        """Calls of one op, or of one of the three kernels of a capture: attend, cut, retain."""
+        """Calls of one op, or of one half of a capture: attend, select."""
         if op == "consume":
             triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
         if op in ("dense", "consume"):
@@ -150,10 +150,7 @@ class Bench:
         if op == "attend":
             return attend
         scratch = attend()
-        triton_backend._cut(a, self.retention, scratch)
-        if op == "cut":
-            return lambda: triton_backend._cut(a, self.retention, scratch)
-        return lambda: triton_backend._retain(a, self.store, self.retention, scratch)
+        return lambda: triton_backend._select(a, self.store, self.retention, scratch)
 
     def sdpa_calls(self, backend: Any) -> list[Callable[[], Any]]:
         from torch.nn.attention import sdpa_kernel
@@ -295,7 +292,7 @@ def tune(points: list[Point]) -> None:
             )
         ],
         "attend": [Tiles(stages=2), Tiles(stages=3), Tiles(block=32, stages=3)],
-        "cut": [
+        "select": [
             *(Tiles(thread_scores=scores) for scores in (16, 32, 64)),
             *(Tiles(short=keys) for keys in (2048, 4096, 16384)),
             *(Tiles(sample=sample) for sample in (256, 1024)),
@@ -303,12 +300,12 @@ def tune(points: list[Point]) -> None:
                 Tiles(narrow_warps=warps, narrow_piece=piece, listed=listed)
                 for warps, piece, listed in itertools.product((4, 8), (1024, 2048), (128, 256))
             ),
-        ],
-        "retain": [
-            Tiles(guesses=guesses, piece=piece, thread_keys=keys, gather_bytes=gathered)
-            for guesses, piece, keys, gathered in itertools.product(
-                (0, 3), (1024, 2048), (4, 8, 16), (64, 128)
-            )
+            *(
+                Tiles(guesses=guesses, piece=piece, thread_keys=keys, gather_bytes=gathered)
+                for guesses, piece, keys, gathered in itertools.product(
+                    (0, 3), (512, 1024), (4, 8, 16), (64, 128)
+                )
+            ),
         ],
     }
     print("points:", *[f"{p.rows}x{p.context}" for p in points])
