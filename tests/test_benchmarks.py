@@ -374,7 +374,7 @@ def test_graphs_of_whole_rounds_and_steps_are_captures_too(
 
     monkeypatch.setattr(GraphExecutor, "_captured", captured)
     options = speculation.parse(["--tiny", "--modes", mode])
-    system = speculation.Decoder(speculation.make_setup(options), *options.places[0], options.modes[0])
+    system = speculation.Decoder(speculation.setup_of(options), *options.places[0], options.modes[0])
     engine, rounds = system.engine, system.engine._runner.rounds
     executor: Any = GraphExecutor(engine.executor, engine.pool.spec.page_size)  # type: ignore[arg-type]
     engine.executor = engine._runner.executor = executor
