@@ -16,7 +16,7 @@ from sparse_compile.limits import position_limit
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.survey import Survey, survey
 from sparse_compile.runtime.budget import Budget, PoolSizes
-from sparse_compile.runtime.memory import format_bytes
+from sparse_compile.runtime.memory import format_at_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -108,7 +108,7 @@ class MemoryPlan:
         if self.fits:
             return []
         least = self.budget.least_gpu_bytes(self.batch, self.context)
-        changes = [f"a GPU with {format_bytes(least)} or more"]
+        changes = [f"a GPU with {format_at_least(least)} or more"]
         if self.max_batch:
             changes.insert(0, f"--batch {self.max_batch} or less")
         if self.max_context:
