@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,8 +42,14 @@ EXTRAS = ("host", "first-token", "warm-up")
 
 
 def parse_points(text: str) -> list[Point]:
-    """ "2x32768,1x1024" -> points."""
-    return [Point(*(int(number) for number in item.split("x"))) for item in text.split(",") if item]
+    """ "2x32768,1x1024" -> points. ValueError for what is none."""
+    points = []
+    for item in filter(None, text.split(",")):
+        found = re.fullmatch(r"(\d+)x(\d+)", item)
+        if found is None or not int(found[1]) or not int(found[2]):
+            raise ValueError(f"{item!r} is no point; write batch x context, both at least 1, such as 2x32768")
+        points.append(Point(int(found[1]), int(found[2])))
+    return points
 
 
 def setup_of(options: argparse.Namespace, name: str) -> Setup:
@@ -171,7 +178,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.tiny:
         options.warm, options.steps = 2, 4
     points = options.points or (TINY_POINTS if options.tiny else POINTS)
-    options.systems = {name: parse_points(own.replace("+", ",") or points) for name, own in asked.items()}
+    try:
+        options.systems = {name: parse_points(own.replace("+", ",") or points) for name, own in asked.items()}
+    except ValueError as error:
+        parser.error(f"--points: {error}")
     return options
 
 

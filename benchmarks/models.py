@@ -47,4 +47,5 @@ def make_setup(name: str, *, tiny: bool, room: int, **options: Any) -> Setup:
     else:
         with torch.device(device):
             model = random_model(shape.config(), torch.bfloat16)
-    return Setup(name, model.to(device), config, room, compile_backend="eager" if tiny else "inductor")
+    named = f"tiny:{shape.tiny}" if tiny else name
+    return Setup(named, model.to(device), config, room, compile_backend="eager" if tiny else "inductor")

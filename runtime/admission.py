@@ -72,7 +72,7 @@ class Admission:
         if needed > usable:
             raise ValueError(
                 f"{total} tokens need {needed} pages of {self.pool.spec.page_size}, the pool has {usable} "
-                "in all; shorten the prompt or max_new_tokens, or raise max_batch or max_context"
+                "in all; shorten the prompt or max_new_tokens, or make the engine with more pool_tokens"
             )
         if self.store is not None and self.options.retention is not None:
             self.store.spec.check_capacity(total, self.options.retention)

@@ -14,6 +14,7 @@ causes it. The outputs say so, and what the request held is free again.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from sparse_compile.runtime.admission import Admission, check_order, to_list, wi
 from sparse_compile.runtime.blocks import BlockPlan
 from sparse_compile.runtime.flights import FlightPlan
 from sparse_compile.runtime.holdings import Holdings
+from sparse_compile.runtime.interrupts import held_back
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
 from sparse_compile.runtime.options import Drafting, EngineOptions
@@ -145,7 +147,7 @@ class Engine:
         self._ledger = Ledger()
         self._inflight: deque[Batch] = deque()  # submitted, not read: the oldest first
         self._named = self._arrivals = 0
-        self._stepping = False
+        self._stepping = 0  # the thread that is in the middle of a step
 
     @property
     def plans(self) -> PlanBuilder:
@@ -153,6 +155,7 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
+    @held_back()
     def add_request(
         self,
         prompt_ids: Sequence[int] | torch.Tensor,
@@ -190,6 +193,7 @@ class Engine:
         )
         return request_id
 
+    @held_back()
     def abort(self, request_id: str) -> StepOutput | None:
         """Ends a request at once, in any state. Returns its last output, None when it has finished already.
 
@@ -268,10 +272,12 @@ class Engine:
         the last one; prompts first, each in the order of priority and arrival. What an interrupt or `suspend` has left
         to tell comes first, by itself.
 
-        What is no Exception, such as a KeyboardInterrupt, passes through. A request whose callback it interrupted
-        ends with an error, in what the next step returns; the others go on as if nothing had been.
+        A Ctrl-C comes through when the step is done, a second one at once; what it kept from being returned, the next
+        step returns. What else is no Exception and is raised by the executor or a callback passes through. A request
+        whose callback it interrupted ends with an error, in what the next step returns; the others go on as if nothing
+        had been.
 
-        RuntimeError: called from a processor or a stop rule, that is in the middle of a step.
+        RuntimeError: called in the middle of a step: from a processor or a stop rule, or from another thread.
         """
         with self._busy("step"):
             if not self._owed:
@@ -393,13 +399,20 @@ class Engine:
     @contextmanager
     def _busy(self, what: str) -> Iterator[None]:
         """Callbacks run inside of it: they must not come back to what moves requests about."""
-        if self._stepping:
+        me = threading.get_ident()
+        if self._stepping == me:
             raise RuntimeError(
                 f"{what}: a step of this engine is running; a logits processor or a stopping criterion must not "
                 "generate with the model that calls it; compile another one for that"
             )
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
+        if self._stepping:
+            raise RuntimeError(
+                f"{what}: another thread is in the middle of a step of this engine, which belongs to one thread at a "
+                "time; share a lock, or give each thread an engine of its own"
+            )
+        with held_back():
+            self._stepping = me
+            try:
+                yield
+            finally:
+                self._stepping = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,12 +77,23 @@ def check_fits(
 
 def format_bytes(size: int) -> str:
     """`size` bytes for people: "1.50 GiB"."""
+    value, unit = _scaled(size)
+    return f"{size} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
+
+
+def format_at_least(size: int) -> str:
+    """The same, rounded up: whoever has as much as it says has `size` bytes."""
+    value, unit = _scaled(size)
+    return f"{size} B" if unit == "bytes" else f"{math.ceil(value * 100) / 100:.2f} {unit}"
+
+
+def _scaled(size: int) -> tuple[float, str]:
     value = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{size} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
+            return value, unit
         value /= 1024
-    return f"{value:.2f} TiB"
+    return value, "TiB"
 
 
 def _host_free(meminfo: Path = Path("/proc/meminfo")) -> int:

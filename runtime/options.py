@@ -64,7 +64,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least {least}; pass {name}={least} or more"
+                )
         if self.drafting is not None:
             self._check_drafting()
         if self.deterministic:

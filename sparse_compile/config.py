@@ -129,9 +129,11 @@ class SparseConfig:
             self._check_int("dense_below", 0, "an integer >= 0, or None")
         for name in ("key_bucket", "page_size"):
             self._check_int(name, 1)
-        for name in ("recapture_every", "max_context", "max_batch", "loops_per_step", "prefill_chunk"):
+        for name in ("recapture_every", "max_batch", "loops_per_step", "prefill_chunk"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, "an integer >= 1, or None")
+        if self.max_context is not None:  # tokens of a prompt and new ones
+            self._check_int("max_context", 2, "an integer >= 2, or None")
         object.__setattr__(self, "speculation", chosen(self.speculation, None))
         for name in ("enabled", "validate", "roll", "prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):

@@ -16,7 +16,7 @@ from sparse_compile.limits import position_limit
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.survey import Survey, survey
 from sparse_compile.runtime.budget import Budget, PoolSizes
-from sparse_compile.runtime.memory import format_bytes
+from sparse_compile.runtime.memory import format_at_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -108,7 +108,7 @@ class MemoryPlan:
         if self.fits:
             return []
         least = self.budget.least_gpu_bytes(self.batch, self.context)
-        changes = [f"a GPU with {format_bytes(least)} or more"]
+        changes = [f"a GPU with {format_at_least(least)} or more"]
         if self.max_batch:
             changes.insert(0, f"--batch {self.max_batch} or less")
         if self.max_context:
@@ -143,12 +143,16 @@ def make_plan(
     """The plan of a model by name. dtype: None takes the configuration's own, bfloat16 where it has none.
 
     Raises:
-        ValueError: a batch below 1, a context beyond the model's positions, an option that does not fit the model.
+        ValueError: a batch below 1, a context below 2 or beyond the model's positions, an option that does not fit the
+            model.
         UnsupportedModel: the model has no loops or cannot be looked at without weights.
     """
     config = config.for_device("cuda")
     if batch < 1:
         raise ArgumentError("batch", batch, "must be at least 1", "pass for example --batch 8")
+    if context < 2:
+        limit = "must be at least 2: a token of a prompt and a new one"
+        raise ArgumentError("context", context, limit, "pass for example --context 32k")
     model_config = load_config(name)
     own = getattr(model_config, "dtype", None)
     chosen = dtype or (own if isinstance(own, torch.dtype) else torch.bfloat16)

@@ -24,6 +24,8 @@ from sparse_compile.seeds import make_generator, row_seeds
 if TYPE_CHECKING:
     from sparse_compile.inputs import Prompts
 
+_LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
+
 
 @dataclass(frozen=True)
 class Callbacks:
@@ -63,6 +65,8 @@ def resolve(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Resol
         raise ArgumentError(
             "generation_config", kind, "must be a GenerationConfig", "pass GenerationConfig(...)"
         )
+    for name in _LENGTHS:  # transformers compares them with numbers while it fills in defaults
+        _check_whole(name, kwargs.get(name))
     sources = (generation_config, model.generation_config)
     given = {
         name: kwargs.get(name) is not None
@@ -93,7 +97,7 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
     """Number of new tokens; fills in the settings' lengths, which count padding as in transformers."""
     settings, width = resolved.settings, prompts.width
-    for name in ("max_new_tokens", "min_new_tokens", "max_length", "min_length"):
+    for name in _LENGTHS:
         _check_whole(name, getattr(settings, name, None))
     model._prepare_generated_length(
         generation_config=settings,

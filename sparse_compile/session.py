@@ -14,6 +14,7 @@ import torch
 from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.progress import ProgressCallback, WorkProgress
+from sparse_compile.runtime.interrupts import held_back
 from sparse_compile.speculation import Speculation, SpeculationConfig, chosen
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Session:
         rows: dict[str, int] = {}
         open_ids: set[str] = set()
         try:
-            with self._lock:
+            with self._lock, held_back():
                 for row, request in enumerate(requests):
                     name = self._submit(request)
                     rows[name] = row
@@ -99,9 +100,10 @@ class Session:
                     return found
                 if not self.engine.has_unfinished():
                     raise RuntimeError(f"the engine is idle, but {len(ids)} requests have not finished")
-                for output in self.engine.step():
-                    if output.request_id in self._mail:
-                        self._mail[output.request_id].append(output)
+                with held_back():  # what has been returned is in its mailbox before anything is interrupted
+                    for output in self.engine.step():
+                        if output.request_id in self._mail:
+                            self._mail[output.request_id].append(output)
 
     def _take(self, name: str) -> list[StepOutput]:
         mail = self._mail[name]
@@ -110,7 +112,7 @@ class Session:
         return found
 
     def _forget(self, names: Iterable[str], unfinished: set[str]) -> None:
-        with self._lock:
+        with held_back(), self._lock:
             for name in names:
                 self._mail.pop(name, None)
                 if name in unfinished:

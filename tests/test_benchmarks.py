@@ -36,7 +36,7 @@ def test_decode_measures_every_system(tmp_path: Path, capsys: pytest.CaptureFixt
         if row["system"] == "transformers-cb" and not IS_SUPPORTED:
             continue
         assert "error" not in row, row
-        assert (row["model"], row["batch"], row["context"]) == ("ouro-1.4b", 2, 40)
+        assert (row["model"], row["batch"], row["context"]) == ("tiny:ouro", 2, 40)  # no published shape
         assert row["step_ms"] > 0
         assert row["floor_ms"] == pytest.approx(
             sum(row["bytes"].values()) / decode.BANDWIDTH * 1000, abs=1e-3
@@ -69,7 +69,7 @@ def test_one_command_measures_several_models(tmp_path: Path) -> None:
     arguments = ["--model", ",".join(models), "--points", "2x40", "--breakdown", "--out", str(out)]
     decode.main(["--tiny", *arguments, "--plot", str(picture)])
     rows = json.loads(out.read_text())["rows"]
-    expected = [(model, system) for model in models for system in decode.OURS]
+    expected = [(f"tiny:{model}", system) for model in models for system in decode.OURS]
     assert [(row["model"], row["system"]) for row in rows] == expected
     for row in rows:
         assert "error" not in row, row
@@ -270,6 +270,14 @@ def test_what_only_one_model_has_is_refused_for_others(capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
     assert list(decode.parse(["--model", "dory"]).systems) == list(decode.OURS)
     assert list(decode.parse([]).systems) == list(decode.SYSTEMS)
+
+
+@pytest.mark.parametrize("points", ["2y5", "2x3x4", "0x4", "4x0", "2x"])
+def test_what_is_no_point_is_refused(points: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--points", points], ["--systems", f"sparse@{points}"]):
+        with pytest.raises(SystemExit):
+            decode.parse(arguments)
+        assert f"--points: {points!r} is no point" in capsys.readouterr().err
 
 
 def test_points() -> None:

@@ -56,6 +56,7 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("recapture_every", 0),
         ("key_bucket", 0),
         ("max_context", 0),
+        ("max_context", 1),  # a token of a prompt and a new one
         ("max_batch", -3),
         ("dense_below", -1),
         ("page_size", 0),

@@ -392,6 +392,8 @@ def test_fixed_limits(model: Any) -> None:
         ("logits_processor", print),
         ("generation_config", {"max_new_tokens": 3}),
         ("seed", -1),
+        ("max_new_tokens", "3"),
+        ("max_length", [9]),
         ("encoder_outputs", ()),
     ],
 )

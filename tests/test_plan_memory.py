@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from sparse_compile.passes.errors import UnsupportedModel
 from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.survey import survey
 from sparse_compile.passes.weights import named_tensors
-from sparse_compile.planning import empty_model, load_config, make_plan, parse_size, parse_tokens
+from sparse_compile.planning import MemoryPlan, empty_model, load_config, make_plan, parse_size, parse_tokens
 from sparse_compile.runtime.budget import CONTEXT_BYTES, Budget, PoolSizes
 
 GIB = 2**30
@@ -188,5 +191,27 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "80", "--context", "32k"]) == 2
     assert "--gpu-memory: '80'" in capsys.readouterr().err
+    assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "80GiB", "--context", "1"]) == 2
+    assert "context=1: must be at least 2" in capsys.readouterr().err
     assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "3GiB", "--context", "8k"]) == 1
     assert "largest --context at --batch 1: none" in capsys.readouterr().out
+
+
+@given(context=st.integers(1, 65536), batch=st.integers(1, 2000), gpu=st.integers(1, 300 * GIB))
+@settings(deadline=None)
+def test_what_it_says_would_fit_does(context: int, batch: int, gpu: int) -> None:
+    """Each change that is named, alone, as it is written."""
+    found = _ouro()
+    found = replace(found, context=context, batch=batch, budget=replace(found.budget, gpu_bytes=gpu))
+    for change in found.changes:
+        what, value = re.fullmatch(r"(--context|--batch|a GPU with) (.+) or (?:less|more)", change).groups()
+        if what == "a GPU with":
+            changed = replace(found, budget=replace(found.budget, gpu_bytes=parse_size(value)))
+        else:
+            changed = replace(found, **{what.removeprefix("--"): int(value)})
+        assert changed.fits, change
+
+
+@functools.cache
+def _ouro() -> MemoryPlan:
+    return plan()
