@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparse_compile.errors import ArgumentError
+from sparse_compile.errors import ArgumentError, whole_number
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.tasks import TaskSamples, samples
 from sparse_compile.speculation import SpeculationConfig
@@ -57,6 +57,9 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.window < 3:
+            limit = "must be at least 3 tokens: a prompt, one to decode, and the one that follows"
+            raise ArgumentError("window", self.window, limit, "pass for example window=2048")
         for name, value in vars(self).items():
             if isinstance(value, bool):
                 continue
@@ -245,11 +248,17 @@ def capturing_layers(sites: Sequence[Site]) -> list[str]:
 
 
 def windows_of(text: Tensor, count: int, width: int) -> Tensor:
-    """int64 [count, width]: parts of a text, evenly spread. Raises ValueError for a text with fewer tokens."""
+    """int64 [count, width]: parts of a text, evenly spread.
+
+    Raises ValueError for a text with fewer tokens, ArgumentError for a count or a width below 1.
+    """
+    whole_number("windows", count, 1)
+    whole_number("window", width, 1)
     if len(text) < count * width:
+        fitting = len(text) // width
         raise ValueError(
-            f"the text has {len(text)} tokens, and {count} windows of {width} need {count * width}; "
-            f"give a longer text or ask for {len(text) // width} windows"
+            f"the text has {len(text)} tokens, and {count} windows of {width} need {count * width}; give a longer "
+            f"text or ask for {f'{fitting} windows' if fitting else 'a shorter window'}"
         )
     starts = [number * (len(text) // count) for number in range(count)]
     return torch.stack([text[start : start + width] for start in starts])
