@@ -33,7 +33,10 @@ def main() -> int:
         "--out", type=Path, default=None, help="by default benchmarks/results/quality-MODEL.json"
     )
     parser.add_argument(
-        "--plots", type=Path, default=None, help="by default docs/figures; none with --subset or without matplotlib"
+        "--plots",
+        type=Path,
+        default=None,
+        help="by default docs/figures; none with --subset or without matplotlib",
     )
     options = parser.parse_args()
     how = (options.dtype, options.device, "python -m benchmarks.quality")

@@ -92,7 +92,9 @@ def test_copies_are_copies(context: int, seed: int) -> None:
     assert bytes(made.text[0][made.answer[0]]).decode() in bytes(made.text[0]).decode().split("|")[0]
 
 
-@pytest.mark.parametrize(("name", "record"), [("recall", r"[a-z]{2}\d\d;"), ("hops", ">"), ("sums", r"[a-z]{2}\d;")])
+@pytest.mark.parametrize(
+    ("name", "record"), [("recall", r"[a-z]{2}\d\d;"), ("hops", ">"), ("sums", r"[a-z]{2}\d;")]
+)
 def test_half_of_the_training_batches_have_few_records(name: str, record: str) -> None:
     found = []
     for seed in range(200):

@@ -193,7 +193,9 @@ def test_the_loss_must_be_a_number(data: Data, tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_replaced_by_one_that_is_no_number(data: Data, tmp_path: Path) -> None:
     Trainer(tiny_recipe(steps=4), data, tmp_path, replace(QUIET, stop_after=1), None).run()
     before = tensors(tmp_path)
-    eager = replace(QUIET, log_every=100, save_every_seconds=0.0)  # a checkpoint after each step, and no line of a log
+    eager = replace(
+        QUIET, log_every=100, save_every_seconds=0.0
+    )  # a checkpoint after each step, and no line of a log
     trainer = Trainer(tiny_recipe(steps=4), data, tmp_path, eager, tmp_path)
     with torch.no_grad():
         trainer.model.lm_head.weight[0, 0] = float("inf")

@@ -206,9 +206,7 @@ TASKS: dict[str, Callable[[np.random.Generator, int, int, float], TaskBatch]] = 
 }
 
 
-def _sizes(
-    rng: np.random.Generator, room: int, share: float, record: int, query: int
-) -> tuple[int, int]:
+def _sizes(rng: np.random.Generator, room: int, share: float, record: int, query: int) -> tuple[int, int]:
     """(records, queries) that fill ``room`` bytes, the queries about ``share`` of it and at least one; with queries to
     train on there are fewer records in half of the cases. There are at most as many records as there are keys."""
     queries = max(1, int(room * share) // query)
