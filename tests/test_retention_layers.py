@@ -150,7 +150,7 @@ def test_a_mass_that_is_no_number_is_refused(tmp_path: Path) -> None:
     path, found = tmp_path / "retention.json", calibration("0.1", "0.3").to_dict()
     found["layers"][1]["curve"][0][1] = float("nan")
     path.write_text(json.dumps(found))
-    with pytest.raises(ArgumentError, match="a mass of model.layers.1.self_attn is nan"):
+    with pytest.raises(ArgumentError, match=r"a mass of model\.layers\.1\.self_attn is nan"):
         SparseConfig(key_retention="auto", calibration=path)
 
 

@@ -69,8 +69,8 @@ def to_ids(text: Bytes | bytes) -> torch.Tensor:
 
 
 def training_batch(name: str, batch: int, length: int, rng: np.random.Generator) -> TaskBatch:
-    """Sequences of exactly ``length`` bytes with many queries: between a twentieth and six tenths of each sequence. Half
-    of the batches have few records, the fewer the likelier: looking things up is learned among few of them.
+    """Sequences of exactly ``length`` bytes with many queries: between a twentieth and six tenths of each sequence.
+    Half of the batches have few records: looking things up is learned among few of them.
 
     Raises:
         ValueError: for an unknown task or a length below ``SHORTEST``.
