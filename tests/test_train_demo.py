@@ -250,6 +250,15 @@ def test_the_size_and_cost_of_the_real_model() -> None:
     assert 0 < recipe.rate(recipe.steps - 1) < 0.001
 
 
+def test_far_keys_can_be_matched_whatever_their_distance() -> None:
+    """A rotary pair says which key it is, and not how far away, where it turns little within the context: with a fifth
+    of the pairs so slow, a small model stopped at 0.4 of recall; with half of them it reached 1.0."""
+    config = Recipe().config
+    model = new_model(Recipe(shape=(("num_hidden_layers", 1),)), CPU)
+    turns = config.max_position_embeddings * model.model.rotary_emb.inv_freq / (2 * torch.pi)
+    assert float((turns < 1 / 4).float().mean()) > 0.45
+
+
 def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:
     main(["--tiny", "--out", str(tmp_path / "a"), "--stop-after", "2", "--log-every", "1", "--seed", "3"])
     main(["--tiny", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"), "--steps", "3"])
