@@ -139,6 +139,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             measure_all(model, TEXT, SMALL, sweep, False, lambda done, _: told.append(done))
+    for settings, message in (
+        (replace(SMALL, window=257), "window=257: .* has 256 positions .* pass window=256"),
+        (replace(SMALL, task_contexts=(96, 300)), "task_contexts=300: .* has 256 positions .* --subset"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            measure_all(model, TEXT, settings, Sweep(), True, lambda done, _: told.append(done))
     assert told == []
 
 

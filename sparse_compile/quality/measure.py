@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_compile.errors import ArgumentError, whole_number
+from sparse_compile.limits import position_limit
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.tasks import TaskSamples, samples
 from sparse_compile.speculation import SpeculationConfig
@@ -262,6 +263,22 @@ def windows_of(text: Tensor, count: int, width: int) -> Tensor:
         )
     starts = [number * (len(text) // count) for number in range(count)]
     return torch.stack([text[start : start + width] for start in starts])
+
+
+def check_lengths(model: Any, window: int, task_contexts: Sequence[int] = ()) -> None:
+    """Raises ArgumentError for texts that are longer than the model has positions."""
+    limit = position_limit(model)
+    if limit is None:
+        return
+    of_model = f"and the model has {limit} positions (config.max_position_embeddings)"
+    if window > limit:
+        raise ArgumentError(
+            "window", window, f"is so many tokens, {of_model}", f"pass window={limit} or less"
+        )
+    longest = max(task_contexts, default=0)
+    if longest > limit:
+        remedy = f"measure tasks of at most {limit} tokens; on the command line --subset does"
+        raise ArgumentError("task_contexts", longest, f"is so many tokens, {of_model}", remedy)
 
 
 def quantile(values: Tensor, share: float) -> Tensor:

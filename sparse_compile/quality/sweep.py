@@ -20,7 +20,7 @@ from sparse_compile.config import AUTO, SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.schedule import schedule_sites
-from sparse_compile.quality.measure import OPTIONS, Meter, Settings
+from sparse_compile.quality.measure import OPTIONS, Meter, Settings, check_lengths
 
 if TYPE_CHECKING:
     from sparse_compile.compiled import CompiledModel
@@ -80,6 +80,7 @@ def measure_all(
         state["done"] += units
         progress(state["done"], state["total"])
 
+    check_lengths(model, settings.window, settings.task_contexts if tasks else ())
     meter = Meter(text, settings, tasks, done)
     dense_options = {**OPTIONS, "implementation": dict(sweep.options).get("implementation", "auto")}
     compiled = sparse_compile(model, **dense_options, enabled=False)
