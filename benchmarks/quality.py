@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from sparse_compile.cli.quality import run_quality, show_quality
+from sparse_compile.cli.quality import check_outputs, run_quality, show_quality
 from sparse_compile.quality.measure import SUBSET, Settings
 from sparse_compile.quality.sweep import SUBSET_SWEEP, Sweep
 
@@ -32,17 +33,24 @@ def main() -> int:
         "--out", type=Path, default=None, help="by default benchmarks/results/quality-MODEL.json"
     )
     parser.add_argument(
-        "--plots", type=Path, default=None, help="by default docs/figures; none with --subset"
+        "--plots",
+        type=Path,
+        default=None,
+        help="by default docs/figures; none with --subset or without matplotlib",
     )
     options = parser.parse_args()
     how = (options.dtype, options.device, "python -m benchmarks.quality")
+    name = options.model.replace("/", "-").replace(":", "-")
+    out, plots = options.out, options.plots
+    if not options.subset:
+        out = out or RESULTS / f"quality-{name}.json"
+        plots = plots or (FIGURES if find_spec("matplotlib") else None)
+    check_outputs(out, plots)
     subset = run_quality(options.model, None, SUBSET, SUBSET_SWEEP, *how)
     if options.subset:
-        return show_quality(subset, options.out, options.plots, as_json=False)
+        return show_quality(subset, out, plots, as_json=False)
     result = run_quality(options.model, None, Settings(), Sweep(), *how)
-    name = options.model.replace("/", "-").replace(":", "-")
-    out = options.out or RESULTS / f"quality-{name}.json"
-    return show_quality({**result, "subset": subset}, out, options.plots or FIGURES, as_json=False)
+    return show_quality({**result, "subset": subset}, out, plots, as_json=False)
 
 
 if __name__ == "__main__":

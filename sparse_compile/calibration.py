@@ -91,19 +91,36 @@ class Calibration:
         if value["format"] != FORMAT:
             raise ValueError(f"format is {value['format']!r}")
         layers = tuple(_layer(one) for one in value["layers"])
-        if not layers:
-            raise ValueError("it has no layers")
-        numbers = {name: int(value[name]) for name in ("capture_loop", "tokens", "keep_first", "keep_last")}
-        return cls(
-            model=str(value["model"]), target_mass=float(value["target_mass"]), layers=layers, **numbers
-        )
+        names = [one.layer for one in layers]
+        if not layers or len(set(names)) != len(names):
+            raise ValueError("it must have layers, and each once")
+        numbers = {
+            name: _count(value, name) for name in ("capture_loop", "tokens", "keep_first", "keep_last")
+        }
+        target = _mass(value["target_mass"], "target_mass")
+        return cls(model=str(value["model"]), target_mass=target, layers=layers, **numbers)
+
+
+def _count(value: dict[str, Any], name: str) -> int:
+    count = value[name]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"{name} is {count!r}, not an integer >= 0")
+    return count
+
+
+def _mass(value: Any, name: str) -> float:
+    """A mass; up to a rounding above 1, as sums of float32 are."""
+    if not 0 <= float(value) <= 1.001:  # false for nan too
+        raise ValueError(f"{name} is {value!r}, not in [0, 1]")
+    return float(value)
 
 
 def _layer(value: dict[str, Any]) -> LayerCalibration:
-    curve = tuple((str(retention), float(mass)) for retention, mass in value["curve"])
+    name = str(value["layer"])
+    curve = tuple((str(retention), _mass(mass, f"a mass of {name}")) for retention, mass in value["curve"])
     shares = [Fraction(retention) for retention, _ in curve]
     if not all(0 < share <= 1 for share in [*shares, Fraction(str(value["retention"]))]):
-        raise ValueError(f"a retention of {value['layer']} is not in (0, 1]")
+        raise ValueError(f"a retention of {name} is not in (0, 1]")
     if shares != sorted(set(shares)):
-        raise ValueError(f"the curve of {value['layer']} does not rise")
-    return LayerCalibration(str(value["layer"]), str(value["retention"]), float(value["mass"]), curve)
+        raise ValueError(f"the curve of {name} does not rise")
+    return LayerCalibration(name, str(value["retention"]), _mass(value["mass"], f"the mass of {name}"), curve)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparse_compile.calibration import REMEDY, Calibration
 from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.determinism import check_deterministic, check_rows, make_compiler, settle_deterministic
@@ -53,6 +54,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     refuse_autocast(model.device)
     check_context(model, config)
     check_graphs(config, model)
+    check_calibration(config, model)
     if config.validate:
         check_rotary(model)
     try:
@@ -72,6 +74,14 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.validate:
         validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
+
+
+def check_calibration(config: SparseConfig, model: PreTrainedModel) -> None:
+    """Raise ArgumentError for a calibration of another kind of model, whose layers may well have the same names."""
+    found, own = config.calibration, type(model).__name__
+    if isinstance(found, Calibration) and found.model != own:
+        limit = f"was measured on another kind of model, and this one is {own}"
+        raise ArgumentError("calibration", found.model, limit, REMEDY)
 
 
 def check_graphs(config: SparseConfig, model: PreTrainedModel) -> None:

@@ -42,6 +42,7 @@ _ELSEWHERE: dict[str, Any] = {
     "async_steps": False,
 }
 
+_MOST_KEYS = 2**31 - 1  # lengths are int32
 IMPLEMENTATIONS = ("reference", "batched", "triton", "auto")
 
 
@@ -124,6 +125,9 @@ class SparseConfig:
     def __post_init__(self) -> None:
         for name in ("capture_loop", "keep_first", "keep_last"):
             self._check_int(name, 0)
+            if getattr(self, name) > _MOST_KEYS:
+                limit = f"must be at most {_MOST_KEYS:,}, the longest sequence"
+                raise ArgumentError(name, getattr(self, name), limit, f"pass for example {name}=4")
         self._check_retention()
         if self.dense_below is not None:
             self._check_int("dense_below", 0, "an integer >= 0, or None")

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparse_compile import ArgumentError, sparse_compile
+from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.cli import app
 from sparse_compile.models import load_model, tiny_model
 from sparse_compile.quality.measure import OPTIONS, SUBSET, Meter, Settings, quantile, windows_of
@@ -119,8 +120,52 @@ def test_settings_are_checked() -> None:
         replace(SMALL, windows=0)
     with pytest.raises(ArgumentError, match="prompt=39: leaves nothing to decode"):
         replace(SMALL, prompt=39)
+    with pytest.raises(ArgumentError, match="window=2: must be at least 3 tokens"):
+        replace(SMALL, window=2)
     with pytest.raises(ValueError, match="ask for 10 windows"):
         windows_of(TEXT, 11, 40)
+    with pytest.raises(ValueError, match="ask for a shorter window"):
+        windows_of(TEXT, 2, 401)
+    with pytest.raises(ArgumentError, match="windows=0: must be an integer >= 1"):
+        windows_of(TEXT, 0, 40)
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is() -> None:
+    model = tiny_model("ouro", max_position_embeddings=256)
+    told: list[int] = []
+    for sweep, message in (
+        (Sweep(("0.5",), (0, 4)), "capture_loop=4: must be below 4"),
+        (Sweep(("1", "auto"), (1,), (("calibration", other_model()),)), "is a layer of one side only"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            measure_all(model, TEXT, SMALL, sweep, False, lambda done, _: told.append(done))
+    for settings, message in (
+        (replace(SMALL, window=257), "window=257: .* has 256 positions .* pass window=256"),
+        (replace(SMALL, task_contexts=(96, 300)), "task_contexts=300: .* has 256 positions .* --subset"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            measure_all(model, TEXT, settings, Sweep(), True, lambda done, _: told.append(done))
+    assert told == []
+
+
+def other_model() -> Calibration:
+    layers = (LayerCalibration("other.layer", "0.1", 1.0, ()),)
+    return Calibration("Other", capture_loop=1, target_mass=0.9, tokens=1, layers=layers)
+
+
+@pytest.mark.parametrize("command", [["quality", "tiny:ouro", "--subset"], ["calibrate", "tiny:ouro"]])
+@pytest.mark.parametrize(("out", "message"), [(".", "is a folder"), ("file/x.json", "File exists")])
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], out: str, message: str
+) -> None:
+    (tmp_path / "file").write_text("a file, no folder")
+
+    def load(*_: Any) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("sparse_compile.cli.common.load", load)
+    found = CliRunner().invoke(app, [*command, "--out", str(tmp_path / out), "--json"])
+    assert (found.exit_code, message in json.loads(found.stdout)["error"]["message"]) == (2, True)
 
 
 def test_tables_and_plots(result: dict[str, Any], tmp_path: Path) -> None:

@@ -36,7 +36,14 @@ def calibration(*shares: str, layers: tuple[str, ...] = LAYERS, **changes: Any) 
         LayerCalibration(name, share, 0.9, curve) for name, share in zip(layers, shares, strict=True)
     )
     return Calibration(
-        **{"model": "X", "capture_loop": 1, "target_mass": 0.9, "tokens": 9, "layers": made, **changes}
+        **{
+            "model": "OuroForCausalLM",
+            "capture_loop": 1,
+            "target_mass": 0.9,
+            "tokens": 9,
+            "layers": made,
+            **changes,
+        }
     )
 
 
@@ -96,6 +103,7 @@ def test_a_sequence_is_kept_as_a_tuple_of_decimals() -> None:
             "measured with keep_last=2, and it is 0; pass keep_last=2",
         ),
         ({"keep_first": -1}, "keep_first=-1: must be an integer >= 0"),
+        ({"keep_last": 2**31}, "keep_last=2147483648: must be at most 2,147,483,647"),
         (
             {"key_retention": "auto", "calibration": calibration("0.1", "0.3"), "target_mass": 1.5},
             "target_mass=1.5: must be a number greater than 0",
@@ -118,6 +126,37 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str) -> 
     path.write_text(text)
     with pytest.raises(ArgumentError, match="is no calibration of format 1"):
         SparseConfig(key_retention="auto", calibration=path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capture_loop": 1.7}, "capture_loop is 1.7, not an integer"),
+        ({"keep_first": -2}, "keep_first is -2, not an integer >= 0"),
+        ({"target_mass": float("nan")}, r"target_mass is nan, not in \[0, 1\]"),
+        ({"layers": calibration("0.1", "0.3", layers=(LAYERS[0], LAYERS[0])).to_dict()["layers"]}, "each once"),
+    ],
+)  # fmt: skip
+def test_a_calibration_with_a_wrong_number_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "retention.json"
+    path.write_text(json.dumps({**calibration("0.1", "0.3").to_dict(), **changes}))
+    with pytest.raises(ArgumentError, match=f"no calibration of format 1: ValueError: .*{message}"):
+        SparseConfig(key_retention="auto", calibration=path)
+
+
+def test_a_mass_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path, found = tmp_path / "retention.json", calibration("0.1", "0.3").to_dict()
+    found["layers"][1]["curve"][0][1] = float("nan")
+    path.write_text(json.dumps(found))
+    with pytest.raises(ArgumentError, match=r"a mass of model\.layers\.1\.self_attn is nan"):
+        SparseConfig(key_retention="auto", calibration=path)
+
+
+def test_a_calibration_of_another_kind_of_model_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="calibration='DoryForCausalLM': was measured on another kind"):
+        compiled("auto", calibration=calibration("0.1", "0.3", model="DoryForCausalLM"))
 
 
 def test_a_calibration_is_read_once(tmp_path: Path) -> None:

@@ -190,6 +190,30 @@ def test_the_loss_must_be_a_number(data: Data, tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
 
 
+def test_a_checkpoint_is_not_replaced_by_one_that_is_no_number(data: Data, tmp_path: Path) -> None:
+    Trainer(tiny_recipe(steps=4), data, tmp_path, replace(QUIET, stop_after=1), None).run()
+    before = tensors(tmp_path)
+    eager = replace(
+        QUIET, log_every=100, save_every_seconds=0.0
+    )  # a checkpoint after each step, and no line of a log
+    trainer = Trainer(tiny_recipe(steps=4), data, tmp_path, eager, tmp_path)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"weights are not finite at step 2; .* --set muon_lr"):
+        trainer.run()
+    assert checkpoint.read_state(tmp_path).step == 1
+    assert all(torch.equal(t, before[name]) for name, t in tensors(tmp_path).items())
+
+
+def test_the_steps_of_a_budget_are_timed_where_tasks_are_of_all_lengths(data: Data, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_recipe(steps=100, context=512), data, tmp_path, QUIET, None)
+    seen: list[list[int]] = []
+    trainer._step = lambda step: seen.append(lengths(step, trainer.recipe)[0].tolist()) or {}  # type: ignore[method-assign, func-returns-value]
+    trainer._set_steps(1.0)
+    assert len(seen) == 40
+    assert all(found == [128, 256, 512] for found in seen)
+
+
 def test_tasks_get_longer_and_weights_sum_to_one(data: Data) -> None:
     recipe = Recipe(steps=1000)
     assert lengths(0, recipe)[0].tolist() == [128, 256]
@@ -224,6 +248,15 @@ def test_the_size_and_cost_of_the_real_model() -> None:
     assert recipe.rate(0) > 0
     assert recipe.rate(recipe.steps // 2) == 1
     assert 0 < recipe.rate(recipe.steps - 1) < 0.001
+
+
+def test_far_keys_can_be_matched_whatever_their_distance() -> None:
+    """A rotary pair says which key it is, and not how far away, where it turns little within the context: with a fifth
+    of the pairs so slow, a small model stopped at 0.4 of recall; with half of them it reached 1.0."""
+    config = Recipe().config
+    model = new_model(Recipe(shape=(("num_hidden_layers", 1),)), CPU)
+    turns = config.max_position_embeddings * model.model.rotary_emb.inv_freq / (2 * torch.pi)
+    assert float((turns < 1 / 4).float().mean()) > 0.45
 
 
 def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ ORIGIN_SHARES = {
     "networkx": 0.05,
     "sympy": 0.08,
 }
-TASK_SHARES = {"recall": 0.375, "hops": 0.25, "copy": 0.125, "count": 0.125, "sums": 0.125}
+TASK_SHARES = {"recall": 0.5, "hops": 0.175, "copy": 0.125, "count": 0.1, "sums": 0.1}
 LEAST_TEXT = 4_000_000  # bytes; with less the model would learn its text by heart
 
 

@@ -29,7 +29,7 @@ class Recipe:
     context: int = 2048
     shortest: int = 128  # of the lengths that tasks are trained at: from here, doubling, to the context
     loop_weights: tuple[float, ...] = (0.2, 0.25, 0.2, 0.35)  # of the losses on the logits of each loop
-    task_weight: float = 1.0  # of a micro-batch of tasks against one of text
+    task_weight: float = 2.0  # of a micro-batch of tasks against one of text
     structure_weight: float = 0.02  # of bytes of tasks that are no answers, against the mean over answers
     muon_lr: float = 0.02
     adam_lr: float = 0.003

@@ -23,6 +23,7 @@ from benchmarks.demo.recipe import Recipe
 from sparse_compile.models import OuroForCausalLM
 
 UNTIMED_STEPS, TIMED_STEPS = 15, 25  # when the number of steps follows from a budget
+REMEDY = "begin anew with a lower rate, such as --set muon_lr=0.01"
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,14 @@ class Trainer:
 
     def _set_steps(self, minutes: float) -> None:
         """Set the number of steps so that the budget is used, from the time of a few steps; then begin anew, so that
-        ``steps`` alone repeats the run."""
-        for step in range(UNTIMED_STEPS + TIMED_STEPS):
-            if step == UNTIMED_STEPS:
+        ``steps`` alone repeats the run. The steps are of the middle of a run, where tasks are of all lengths: the short
+        ones of its beginning take less time."""
+        first = self.recipe.steps // 2
+        for number in range(UNTIMED_STEPS + TIMED_STEPS):
+            if number == UNTIMED_STEPS:
                 self._synchronize()
                 start = time.monotonic()
-            self._step_or_eager(step)
+            self._step_or_eager(first + number)
         self._synchronize()
         seconds = (time.monotonic() - start) / TIMED_STEPS
         left = 0.96 * 60 * (minutes - self._minutes())  # the rest is for evaluations and checkpoints
@@ -210,7 +213,7 @@ class Trainer:
     def _log_losses(self, sums: dict[str, Tensor], seconds: float) -> None:
         losses = {kind: (total / self.limits.log_every).tolist() for kind, total in sums.items()}
         if not all(torch.isfinite(total).all() for total in sums.values()):
-            raise FloatingPointError(f"the loss is not finite at step {self.state.step}: {losses}")
+            raise FloatingPointError(f"the loss is not finite at step {self.state.step}: {losses}; {REMEDY}")
         speed = self.limits.log_every * self.recipe.tokens_per_step / max(seconds, 1e-9)
         rounded = {kind: [round(value, 4) for value in values] for kind, values in losses.items()}
         rate = round(self.recipe.rate(self.state.step - 1), 4)
@@ -222,6 +225,14 @@ class Trainer:
         return figures
 
     def save(self) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            FloatingPointError: for weights that are not finite; the checkpoint before is kept.
+        """
+        finite = torch.stack([p.detach().isfinite().all() for p in self.model.parameters()])
+        if not finite.all():
+            raise FloatingPointError(f"the weights are not finite at step {self.state.step}; {REMEDY}")
         self.state.minutes = self._minutes()
         checkpoint.save(self.out, self.model, self.optimizer, self.state)
 

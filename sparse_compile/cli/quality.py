@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,14 +67,15 @@ def quality(
         settings = SUBSET if subset else Settings()
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         if window is not None:
-            given["prompt"] = min(settings.prompt, window // 4)
-            given["generate_prompt"] = min(settings.generate_prompt, window)
+            given["prompt"] = min(settings.prompt, max(1, window // 4))
+            given["generate_prompt"] = min(settings.generate_prompt, max(1, window))
         least = SUBSET_SWEEP if subset else Sweep()
         sweep = Sweep(
             tuple(_list(retentions)) or least.retentions,
             tuple(_loops(capture_loops)) or least.capture_loops,
             tuple(options.items()),
         )
+        check_outputs(out, plots)
         result = run_quality(model, text, replace(settings, **given), sweep, dtype, device)
         return show_quality(result, out, plots, as_json)
 
@@ -107,12 +109,27 @@ def run_quality(
     }
 
 
+def check_outputs(out: Path | None, plots: Path | None) -> None:
+    """Make the folders of what will be written. Raises before anything is measured: ArgumentError where there can be no
+    such file or no plots, OSError where there can be no such folder.
+    """
+    from sparse_compile.errors import ArgumentError
+    from sparse_compile.quality.view import check_plots
+
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            limit = "is a folder" if out.is_dir() else "cannot be written"
+            raise ArgumentError("out", str(out), limit, "pass the path of a file, such as --out result.json")
+    if plots is not None:
+        check_plots(plots)
+
+
 def show_quality(result: dict[str, Any], out: Path | None, plots: Path | None, as_json: bool) -> int:
     from sparse_compile.quality.sweep import full_retention_is_dense
     from sparse_compile.quality.view import plot, render
 
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for path in plot(result, plots) if plots is not None else ():
         common.note(f"wrote {path}")
@@ -148,11 +165,12 @@ def calibrate(
     def body() -> int:
         from sparse_compile.quality.calibrate import calibrate as run
 
+        check_outputs(out, None)
         loaded = common.load(model, dtype, device)
         ids, _ = _ids(model, text)
         with common.quiet_stdout(), _progress("calibrating") as progress:
             found = run(
-                loaded, ids, target_mass, windows=windows, window=window, prompt=window // 4,
+                loaded, ids, target_mass, windows=windows, window=window, prompt=max(1, window // 4),
                 progress=progress, capture_loop=capture_loop, keep_first=keep_first, keep_last=keep_last,
             )  # fmt: skip
         found.save(out)
@@ -198,7 +216,7 @@ def _ids(name: str, text: str | None) -> tuple[Tensor, bool]:
 
 
 def _list(text: str | None) -> list[str]:
-    return [one.strip() for one in text.split(",")] if text else []
+    return [] if text is None else [one.strip() for one in text.split(",")]
 
 
 def _loops(text: str | None) -> list[int]:

@@ -52,7 +52,7 @@ def demo_ouro(**overrides: Any) -> OuroConfig:
         "head_dim": 64,
         "total_ut_steps": 4,
         "max_position_embeddings": 2048,
-        "rope_theta": 10_000.0,
+        "rope_theta": 1_000_000.0,  # as published: at 10,000 too few dimensions turn slowly enough to match far keys
         "bos_token_id": None,  # no end token: text runs to max_new_tokens
         "eos_token_id": None,
         "pad_token_id": 0,

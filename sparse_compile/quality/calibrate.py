@@ -16,7 +16,7 @@ from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.errors import ArgumentError
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
-from sparse_compile.quality.measure import OPTIONS, capturing_layers, windows_of
+from sparse_compile.quality.measure import OPTIONS, capturing_layers, check_lengths, windows_of
 
 if TYPE_CHECKING:
     from sparse_compile.passes.program import Site
@@ -51,6 +51,7 @@ def calibrate(
     if not 0 < target_mass <= 1:
         limit = "must be a number greater than 0 and at most 1"
         raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
+    check_lengths(model, window)
     ids = windows_of(text, windows, window)
     chosen = {"capture_loop": capture_loop, "keep_first": keep_first, "keep_last": keep_last}
     compiled = sparse_compile(model, **OPTIONS, key_retention=grid[-1], **chosen)

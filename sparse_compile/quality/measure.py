@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparse_compile.errors import ArgumentError
+from sparse_compile.errors import ArgumentError, whole_number
+from sparse_compile.limits import position_limit
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
 from sparse_compile.quality.tasks import TaskSamples, samples
 from sparse_compile.speculation import SpeculationConfig
@@ -57,6 +58,9 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.window < 3:
+            limit = "must be at least 3 tokens: a prompt, one to decode, and the one that follows"
+            raise ArgumentError("window", self.window, limit, "pass for example window=2048")
         for name, value in vars(self).items():
             if isinstance(value, bool):
                 continue
@@ -245,14 +249,36 @@ def capturing_layers(sites: Sequence[Site]) -> list[str]:
 
 
 def windows_of(text: Tensor, count: int, width: int) -> Tensor:
-    """int64 [count, width]: parts of a text, evenly spread. Raises ValueError for a text with fewer tokens."""
+    """int64 [count, width]: parts of a text, evenly spread.
+
+    Raises ValueError for a text with fewer tokens, ArgumentError for a count or a width below 1.
+    """
+    whole_number("windows", count, 1)
+    whole_number("window", width, 1)
     if len(text) < count * width:
+        fitting = len(text) // width
         raise ValueError(
-            f"the text has {len(text)} tokens, and {count} windows of {width} need {count * width}; "
-            f"give a longer text or ask for {len(text) // width} windows"
+            f"the text has {len(text)} tokens, and {count} windows of {width} need {count * width}; give a longer "
+            f"text or ask for {f'{fitting} windows' if fitting else 'a shorter window'}"
         )
     starts = [number * (len(text) // count) for number in range(count)]
     return torch.stack([text[start : start + width] for start in starts])
+
+
+def check_lengths(model: Any, window: int, task_contexts: Sequence[int] = ()) -> None:
+    """Raises ArgumentError for texts that are longer than the model has positions."""
+    limit = position_limit(model)
+    if limit is None:
+        return
+    of_model = f"and the model has {limit} positions (config.max_position_embeddings)"
+    if window > limit:
+        raise ArgumentError(
+            "window", window, f"is so many tokens, {of_model}", f"pass window={limit} or less"
+        )
+    longest = max(task_contexts, default=0)
+    if longest > limit:
+        remedy = f"measure tasks of at most {limit} tokens; on the command line --subset does"
+        raise ArgumentError("task_contexts", longest, f"is so many tokens, {of_model}", remedy)
 
 
 def quantile(values: Tensor, share: float) -> Tensor:

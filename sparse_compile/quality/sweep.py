@@ -9,14 +9,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparse_compile.api import sparse_compile
+from sparse_compile.compile import pass_options
 from sparse_compile.config import AUTO, SparseConfig
-from sparse_compile.quality.measure import OPTIONS, Meter, Settings
+from sparse_compile.errors import ArgumentError
+from sparse_compile.passes.errors import OptionError
+from sparse_compile.passes.schedule import schedule_sites
+from sparse_compile.quality.measure import OPTIONS, Meter, Settings, check_lengths
+
+if TYPE_CHECKING:
+    from sparse_compile.compiled import CompiledModel
 
 RETENTIONS = ("0.02", "0.05", "0.1", "0.2", "0.5", "1.0")
 CAPTURE_LOOPS = (0, 1)
@@ -45,6 +52,16 @@ def check_sweep(sweep: Sweep) -> None:
         SparseConfig.from_options(**_options(sweep, retention, capture_loop))
 
 
+def check_points(compiled: CompiledModel, sweep: Sweep) -> None:
+    """Raises ArgumentError for a point of the sweep that this model has not, before the first one is measured."""
+    for retention, capture_loop in sweep.points:
+        config = SparseConfig.from_options(**_options(sweep, retention, capture_loop))
+        try:
+            schedule_sites(compiled.program.sites, pass_options(config, compiled.device))
+        except OptionError as error:
+            raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
+
+
 def measure_all(
     model: Any,
     text: Tensor,
@@ -63,9 +80,11 @@ def measure_all(
         state["done"] += units
         progress(state["done"], state["total"])
 
+    check_lengths(model, settings.window, settings.task_contexts if tasks else ())
     meter = Meter(text, settings, tasks, done)
     dense_options = {**OPTIONS, "implementation": dict(sweep.options).get("implementation", "auto")}
     compiled = sparse_compile(model, **dense_options, enabled=False)
+    check_points(compiled, sweep)
     state["total"] = (1 + len(sweep.points)) * meter.units(compiled) + len(meter.windows)
     state["total"] += int(len(meter.prompts) > 0)
     dense = meter.dense(compiled)

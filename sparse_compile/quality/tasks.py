@@ -70,6 +70,7 @@ def to_ids(text: Bytes | bytes) -> torch.Tensor:
 
 def training_batch(name: str, batch: int, length: int, rng: np.random.Generator) -> TaskBatch:
     """Sequences of exactly ``length`` bytes with many queries: between a twentieth and six tenths of each sequence.
+    Half of the batches have few records: looking things up is learned among few of them.
 
     Raises:
         ValueError: for an unknown task or a length below ``SHORTEST``.
@@ -132,7 +133,7 @@ def _task(name: str, length: int) -> Callable[[np.random.Generator, int, int, fl
 
 
 def _recall(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    pairs, queries = _sizes(length - len("[recall]"), share, record=5, query=6)
+    pairs, queries = _sizes(rng, length - len("[recall]"), share, record=5, query=6)
     keys = _PAIRS[_draws(rng, batch, pairs)]
     values = _digits(rng.integers(0, 100, (batch, pairs)), 2)
     asked = _draws(rng, batch, queries, of=pairs)
@@ -142,7 +143,7 @@ def _recall(rng: np.random.Generator, batch: int, length: int, share: float) -> 
 
 
 def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    links, queries = _sizes(length - len("[hops]"), share, record=5, query=7)
+    links, queries = _sizes(rng, length - len("[hops]"), share, record=5, query=7)
     keys = _PAIRS[_draws(rng, batch, links)]
     order = _draws(rng, batch, links, of=links)
     follows = np.empty_like(
@@ -159,7 +160,7 @@ def _hops(rng: np.random.Generator, batch: int, length: int, share: float) -> Ta
 
 
 def _sums(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
-    pairs, queries = _sizes(length - len("[sums]"), share, record=4, query=10)
+    pairs, queries = _sizes(rng, length - len("[sums]"), share, record=4, query=10)
     keys = _PAIRS[_draws(rng, batch, pairs)]
     values = rng.integers(0, 10, (batch, pairs))
     first, second = rng.integers(0, pairs, (2, batch, queries))
@@ -190,7 +191,7 @@ def _count(rng: np.random.Generator, batch: int, length: int, share: float) -> T
 def _copy(rng: np.random.Generator, batch: int, length: int, share: float) -> TaskBatch:
     size = (length - len("[copy]") - 1) // 2
     if share:  # of many sizes, so that a copy is found by what it says and not by how far back it is
-        size = int(rng.integers(size // 2, size + 1))
+        size = int(rng.integers(size // 2, size + 1)) if rng.random() < 0.5 else _fewer(rng, size)
     body = _LETTERS[rng.integers(0, len(_LETTERS), (batch, size))]
     bar = np.full((batch, 1), ord("|"), np.uint8)
     return _sequence("copy", length, np.concatenate((body, bar), 1), body, answer=slice(0, size))
@@ -205,17 +206,23 @@ TASKS: dict[str, Callable[[np.random.Generator, int, int, float], TaskBatch]] = 
 }
 
 
-def _sizes(room: int, share: float, record: int, query: int) -> tuple[int, int]:
-    """(records, queries) that fill ``room`` bytes, the queries about ``share`` of it and at least one. There are at
-    most as many of either as there are keys, and no more queries than records."""
+def _sizes(rng: np.random.Generator, room: int, share: float, record: int, query: int) -> tuple[int, int]:
+    """(records, queries) that fill ``room`` bytes, the queries about ``share`` of it and at least one; with queries to
+    train on there are fewer records in half of the cases. There are at most as many records as there are keys."""
     queries = max(1, int(room * share) // query)
     records = min((room - queries * query) // record, _KEYS)
-    return records, min(queries, records)
+    return _fewer(rng, records) if share and rng.random() < 0.5 else records, queries
+
+
+def _fewer(rng: np.random.Generator, most: int) -> int:
+    """From 2 to ``most``, each doubling as likely as the next."""
+    return int(2 ** rng.uniform(1, np.log2(most + 1)))
 
 
 def _draws(rng: np.random.Generator, batch: int, count: int, of: int = _KEYS) -> NDArray[np.int64]:
-    """int64 [batch, count]: numbers below ``of`` without repetition in a row, in random order."""
-    return np.argsort(rng.random((batch, of)), axis=1)[:, :count]
+    """int64 [batch, count]: numbers below ``of`` in random order, none again before all have come."""
+    rounds = -(-count // of)
+    return np.argsort(rng.random((batch, rounds, of)), axis=-1).reshape(batch, -1)[:, :count]
 
 
 def _digits(numbers: NDArray[np.int64], width: int) -> Bytes:

@@ -102,11 +102,8 @@ def _number(figure: str, value: float | None) -> str:
     return f"{value:.4f}" if figure.startswith(("perplexity", "mass")) else f"{100 * value:.1f} %"
 
 
-def plot(result: dict[str, Any], folder: Path, heat_at: float = 0.1) -> list[Path]:
-    """Write `quality-over-retention.png` and `retained-mass.png` to a folder; returns the paths.
-
-    heat_at: the retention of the heat map; the nearest that was measured. Raises ArgumentError without matplotlib.
-    """
+def check_plots(folder: Path) -> None:
+    """Make the folder, for a matplotlib without a screen. Raises ArgumentError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -114,6 +111,14 @@ def plot(result: dict[str, Any], folder: Path, heat_at: float = 0.1) -> list[Pat
         raise ArgumentError("plots", str(folder), limit, "pip install 'sparse-compile[bench]'") from None
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def plot(result: dict[str, Any], folder: Path, heat_at: float = 0.1) -> list[Path]:
+    """Write `quality-over-retention.png` and `retained-mass.png` to a folder; returns the paths.
+
+    heat_at: the retention of the heat map; the nearest that was measured. Raises as `check_plots`.
+    """
+    check_plots(folder)
     paths = [_plot_quality(result, folder / "quality-over-retention.png")]
     captured = [row for row in _numbered(result) if row["mass"]]
     if captured:
