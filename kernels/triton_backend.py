@@ -1,8 +1,8 @@
 """The Triton implementation behind the ops: launches, scratch, and the choice of tile sizes.
 
 Every function writes the rows' keys and values itself (`WRITES_KEYS`) where the call has any, then launches: dense and
-consume are one kernel, capture three (attend, cut, retain; a second cut where rows may be long), mixed one, or as many
-as capture at sites where a row may capture.
+consume are one kernel, capture two (attend, select; where rows may be long two more, which find their cuts and list
+what they retain), mixed one, or as many as capture at sites where a row may capture.
 Nothing here reads the device, so all of it can be captured in a CUDA graph; lengths, counts and modes may change
 between replays, and the grid covers whatever the block table could hold.
 
@@ -41,6 +41,9 @@ WRITES_KEYS = True
 
 SPAN_KEYS = 2048
 """The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
+
+
+_TILE = 32 * 128  # numbers of the queries that share a tile, at most
 
 
 def dense(attention: Attention, out: Tensor) -> None:
@@ -172,9 +175,6 @@ def _attend(
         **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
     )  # fmt: skip
     return scratch
-
-
-_TILE = 32 * 128  # numbers of the queries that share a tile, at most
 
 
 def _query_rows(a: Attention, per_head: bool) -> int:

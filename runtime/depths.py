@@ -63,8 +63,8 @@ class Depths:
         pipeline: the last stages run for rows that have begun as well as for those that finish. fuse: as
         `PieceCompiler.fuse`.
         """
-        rows_of = fuse(_pipeline_rows if pipeline else _rows_of_stages, bodies)
-        made = rows_of(plan.packed, self._modes, self.loops, bodies)
+        rows_of = fuse(_rows_of_stages, bodies)
+        made = rows_of(plan.packed, self._modes, self.loops, bodies, pipeline)
         return [self._stage(plan, *one) for one in zip(*made, strict=True)]
 
     def _stage(
@@ -76,26 +76,13 @@ class Depths:
 
 
 def _rows_of_stages(
-    packed: torch.Tensor, modes: torch.Tensor, loops: int, bodies: int
+    packed: torch.Tensor, modes: torch.Tensor, loops: int, bodies: int, pipeline: bool
 ) -> tuple[torch.Tensor, ...]:
     """packed: int32 [8, T], as in `RowPlan`. modes: int32 [M, loops].
 
     Of the first stage, the bodies and the last stages: the rows that are alive, bool [bodies + 2, T]; the columns of
     the plan, int32 [bodies + 2, 8, T]; and the modes, int32 [bodies + 2, M, T].
     """
-    return _of_stages(packed, modes, loops, bodies, pipeline=False)
-
-
-def _pipeline_rows(
-    packed: torch.Tensor, modes: torch.Tensor, loops: int, bodies: int
-) -> tuple[torch.Tensor, ...]:
-    """As `_rows_of_stages`, of pipelines."""
-    return _of_stages(packed, modes, loops, bodies, pipeline=True)
-
-
-def _of_stages(
-    packed: torch.Tensor, modes: torch.Tensor, loops: int, bodies: int, pipeline: bool
-) -> tuple[torch.Tensor, ...]:
     active, start = packed[_LENGTH] > 0, packed[_LOOP]
     begins, ends = active & (start == 0), active & (start + bodies >= loops)
     inside = [active & (start + step < loops) for step in range(bodies)]

@@ -6,6 +6,7 @@ Where there is none, Triton kernels run in Triton's interpreter; the switch must
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,3 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is left of what other tests compiled with torch.compile and reported, nor for those that follow."""
+    import sparse_compile.backend as backend
+
+    torch._dynamo.reset()
+    backend.clear_reports()
+    yield
+    torch._dynamo.reset()

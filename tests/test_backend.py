@@ -8,7 +8,6 @@ rest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,12 @@ import sparse_compile.backend as backend
 from sparse_compile import sparse_compile
 from sparse_compile.models.presets import tiny_model
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 NAMES = ("ouro", "dory", "hrm-text")
 SIZES: dict[str, dict[str, int]] = {"ouro": {}, "dory": {}, "hrm-text": {"num_hidden_layers": 1}}
 REWRITTEN = {"ouro": (8, 8), "dory": (4, 8), "hrm-text": (9, 9)}
 LENGTHS = (13, 5, 9, 2)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend.clear_reports()
-    yield
-    torch._dynamo.reset()
 
 
 def decode_config(**options: Any) -> CompileConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 import sparse_compile.backend as backend
 from sparse_compile.kernels.retention import Retention
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 F = nn.functional
 _ops = torch.ops.sparse_compile
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend.clear_reports()
-    yield
-    torch._dynamo.reset()
 
 
 def compile_form(form: Form, **options: Any) -> Callable[..., Tensor]:

@@ -4,7 +4,6 @@ nor mix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,12 @@ from sparse_compile.models.presets import tiny_model
 _ops = torch.ops.sparse_compile
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def _fresh_counters() -> None:
     counters.clear()
-    backend.clear_reports()
-    yield
-    torch._dynamo.reset()
 
 
 class Step(nn.Module):

@@ -14,16 +14,15 @@ from transformers import DynamicCache
 
 import sparse_compile.backend as backend
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 MODELS: list[Any] = []
 """A global variable from which a compiled function takes a model."""
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend.clear_reports()
+def _no_models() -> Iterator[None]:
     yield
-    torch._dynamo.reset()
     MODELS.clear()
 
 

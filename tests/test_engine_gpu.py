@@ -81,13 +81,11 @@ def test_asynchronous_steps_give_the_tokens_of_synchronous_ones() -> None:
         assert run(make_engine(**options), rows) == wanted
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("loops", [None, 1])
-def test_suspension_changes_no_token(loops: int | None, offload: bool) -> None:
-    rows = prompts(5, 9, 3, 12)
-    wanted = run(make_engine(async_steps=True), rows)
-    engine = make_engine(async_steps=True, loops_per_step=loops)
-    ids = [engine.add_request(row, params) for row, params in zip(rows, all_params(), strict=True)]
+def run_suspended(
+    engine: Engine, rows: list[list[int]], params: list[SamplingParams], offload: bool
+) -> list[list[int]]:
+    """The tokens of four requests, one of which is suspended and resumed after every third step."""
+    ids = [engine.add_request(row, one) for row, one in zip(rows, params, strict=True)]
     tokens: dict[str, list[int]] = {name: [] for name in ids}
     for count in range(1000):
         if not engine.has_unfinished():
@@ -97,7 +95,16 @@ def test_suspension_changes_no_token(loops: int | None, offload: bool) -> None:
         if count % 3 == 0 and engine.suspend(ids[count % 4], offload=offload):
             engine.resume(ids[count % 4])
     engine.check_integrity()
-    assert [tokens[name] for name in ids] == wanted
+    return [tokens[name] for name in ids]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("loops", [None, 1])
+def test_suspension_changes_no_token(loops: int | None, offload: bool) -> None:
+    rows = prompts(5, 9, 3, 12)
+    wanted = run(make_engine(async_steps=True), rows)
+    engine = make_engine(async_steps=True, loops_per_step=loops)
+    assert run_suspended(engine, rows, all_params(), offload) == wanted
 
 
 def test_draws_are_those_of_multinomial() -> None:

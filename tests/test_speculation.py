@@ -250,9 +250,10 @@ def watch_references(engine: Engine) -> dict[tuple[str, int], list[torch.Tensor]
 
 @pytest.mark.parametrize("drafting", [Drafting(2, 3), Drafting(1, 4, pipeline=True)], ids=str)
 @pytest.mark.parametrize("mode", ["resident", "offloaded", "converted"])
-def test_suspended_at_any_time(mode: str, drafting: Drafting) -> None:
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_suspended_at_any_time(async_steps: bool, mode: str, drafting: Drafting) -> None:
     """Between rounds, or with rows before and behind their capture loop."""
-    engine = make_model_engine(compiled("ouro", 0.3), drafting=drafting)
+    engine = make_model_engine(compiled("ouro", 0.3), drafting=drafting, async_steps=async_steps)
     for n, prompt in enumerate(MODEL_PROMPTS):
         engine.add_request(prompt, SamplingParams(NEW), str(n))
     outputs: dict[str, list[StepOutput]] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from looped_models import LoopedConfig
 from matrix_models import FixedHuginn
 from runtime_fakes import PROMPTS, generate, greedy, make_engine, oracle, run_all, tokens_of
-from test_engine_models import NEW, compiled, disturb, plain_tokens, run
+from test_engine_models import NEW, compiled, plain_tokens, run
 from test_engine_models import PROMPTS as MODEL_PROMPTS
 from test_engine_models import make_engine as make_model_engine
 from test_speculation import (
@@ -160,21 +160,6 @@ def test_pipelines_in_float64_with_a_scripted_drafter(right: bool) -> None:
     assert [tokens_of(outputs[str(n)]) for n in range(3)] == answers
     look = engine.metrics()
     assert (look.rounds, look.accepted_tokens) == ((3, 3 * (NEW - 2)) if right else (3 * (NEW - 1), 0))
-
-
-@pytest.mark.parametrize("drafting", [Drafting(2, 3), Drafting(1, 4, pipeline=True)], ids=str)
-@pytest.mark.parametrize("mode", ["resident", "offloaded", "converted"])
-def test_suspended_at_any_time(mode: str, drafting: Drafting) -> None:
-    engine = make_model_engine(compiled("ouro", 0.3), drafting=drafting, async_steps=True)
-    for n, prompt in enumerate(MODEL_PROMPTS):
-        engine.add_request(prompt, SamplingParams(NEW), str(n))
-    outputs: dict[str, list[StepOutput]] = {}
-    for step in range(5):
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        disturb(engine, str(step % 3), mode)
-    run(engine, outputs)
-    assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens("ouro", 0.3)
 
 
 @pytest.mark.parametrize("drafting", [Drafting(1, 4), PIPELINE], ids=str)

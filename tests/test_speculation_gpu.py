@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases_common import prompts
-from test_engine_gpu import ban_even, no_waiting
+from test_engine_gpu import ban_even, no_waiting, run_suspended
 
 from sparse_compile import Engine, SamplingParams, SpeculationConfig, sparse_compile
 from sparse_compile.models import tiny_model
@@ -123,17 +123,7 @@ def test_suspension_changes_no_token(asked: SpeculationConfig, offload: bool) ->
     wanted = run(make_engine(dtype=torch.float64, speculation=asked, async_steps=True), params)
     engine = make_engine(dtype=torch.float64, speculation=asked, async_steps=True)
     params = [SamplingParams(NEW), drawn(1), SamplingParams(NEW), drawn(2)]
-    ids = [engine.add_request(row, one) for row, one in zip(ROWS, params, strict=True)]
-    tokens: dict[str, list[int]] = {name: [] for name in ids}
-    for count in range(1000):
-        if not engine.has_unfinished():
-            break
-        for output in engine.step():
-            tokens[output.request_id].append(output.token)
-        if count % 3 == 0 and engine.suspend(ids[count % 4], offload=offload):
-            engine.resume(ids[count % 4])
-    engine.check_integrity()
-    assert [tokens[name] for name in ids] == wanted
+    assert run_suspended(engine, ROWS, params, offload) == wanted
 
 
 def test_a_warm_up_captures_what_rounds_need() -> None:
