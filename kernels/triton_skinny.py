@@ -101,7 +101,10 @@ def halves(y, BN: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.constexpr, BM: tl.constexpr,
                   HALF: tl.constexpr):  # fmt: skip
-    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF]."""
+    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF].
+
+    Which of the two products a sum rounds is written out: left to the compiler it depends on the tile's layout.
+    """
     a, b = halves(y, BN, BM)
     first = n + n // HALF * HALF
     j = (n % HALF)[:, None]
@@ -111,8 +114,8 @@ def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.c
     sin_a = tl.load(sin + at_m * s_m + j, mask=turn, other=0.0).to(tl.float32)
     sin_b = tl.load(sin + at_m * s_m + j + HALF, mask=turn, other=0.0).to(tl.float32)
     at = out + at_m * o_m + first[:, None]
-    tl.store(at, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=ok)
-    tl.store(at + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=ok)
+    tl.store(at, tl.fma(a, cos_a, -(b * sin_a)).to(out.dtype.element_ty), mask=ok)
+    tl.store(at + HALF, tl.fma(b, cos_b, a * sin_b).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
