@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import cdiv
 
+from .arrivals import arrivals
 from .skinny import starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
@@ -73,6 +75,19 @@ def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
     """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
     shape, bucket = _shape(weight, gated), _bucket(rows)
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
+
+
+def prepare(shape: Shape, rows: int | None) -> None:
+    """Make now what calls of a shape with so many rows need once (None: with any number of rows): the choice of tiles,
+    which is measured where it is not known, and the counters of tiles with splits. Such calls can then be captured, and
+    keep nothing that was made meanwhile.
+    """
+    with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
+        for bucket in BUCKETS if rows is None else (_bucket(rows),):
+            choose(shape, bucket)
+            split = [tiles for tiles in candidates(shape, bucket) if tiles.splits > 1]
+            for tiles in split if shape.device.type == "cuda" else ():
+                arrivals(shape.device, cdiv(shape.product(bucket).width, tiles.lines))
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:

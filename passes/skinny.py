@@ -1,4 +1,4 @@
-"""Let the linear layers of a piece run as products of a few rows.
+"""Let the linear layers of a graph run as products of a few rows.
 
     %m : linear(%x, %w)                                    %g : skinny_gated(%x, %w)         [T, 1, 16]
     %a : slice(%m, -1, 0, 16)
@@ -10,17 +10,19 @@
 The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
-What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
-per row that do not depend on the number of rows.
+What cannot be replaced is left as it is, and `why_not` says why. With `fixed` the ops are asked for bits per row that
+do not depend on the number of rows.
+
+Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached_products.py`). Nothing is
+moved past a node that writes in place.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
@@ -28,13 +30,22 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
-from .graph import is_call, is_row_tensor
+from .columns import only_reader_maybe, operands_maybe, other_operand_maybe, readers
+from .graph import is_row_tensor
+from .nodes import argument, fake, fake_maybe, operation, same_sizes
 from .pieces import Cutter, OpCall
 from .program import Program
-from .rotary import rotation_maybe
+from .rotary import Rotation, rotation_maybe
+from .values import is_pure
 
 aten, ours = torch.ops.aten, torch.ops.sparse_compile
 NAME = "skinny"
+PRODUCTS = {
+    "linear": ours.skinny_linear.default,
+    "gated": ours.skinny_gated.default,
+    "add": ours.skinny_add.default,
+    "rotary": ours.skinny_rotary.default,
+}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -48,23 +59,32 @@ class Rewritten:
 
 
 def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
-    """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta["val"]`."""
+    """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta`."""
     graph = copy.deepcopy(module.graph)
+    computed = [weight for node in graph.nodes if (weight := _computed_weight_maybe(node)) is not None]
+    left_alone = [(str(weight), "its weight is computed by the forward") for weight in computed]
+    counts, left = replace_linears(graph, why_not, fixed)
+    left_alone += [(str(operands(node)[1]), reason) for node, reason in left]
+    graph.eliminate_dead_code()
+    graph.lint()
+    return Rewritten(fx.GraphModule(module, graph), counts, tuple(left_alone))
+
+
+def replace_linears(
+    graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False
+) -> tuple[dict[str, int], list[tuple[fx.Node, str]]]:
+    """Puts ops in the place of linear layers: how often each, and those that `why_not` has a reason against."""
     counts: Counter[str] = Counter()
-    left_alone = []
+    left = []
     for node in list(graph.nodes):
-        if (weight := _computed_weight_maybe(node)) is not None:
-            left_alone.append((str(weight), "its weight is computed by the forward"))
-        if not is_call(node, aten.linear.default):
+        if operation(node) != "linear":
             continue
         reason = why_not(node)
         if reason:
-            left_alone.append((str(node.args[1]), reason))
+            left.append((node, reason))
         else:
             counts[_replace(graph, node, fixed)] += 1
-    graph.eliminate_dead_code()
-    graph.lint()
-    return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone))
+    return dict(counts), left
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
@@ -86,10 +106,10 @@ def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
 
 def why_not(node: fx.Node) -> str:
     """Why a linear layer stays as it is; empty where it can be replaced."""
-    x, weight, bias = _operands(node)
+    x, weight, bias = operands(node)
     if weight.op not in ("placeholder", "get_attr"):
         return "its weight is computed by the forward"
-    values = [None if one is None else one.meta.get("val") for one in (x, weight, bias)]
+    values = [None if one is None else fake_maybe(one) for one in (x, weight, bias)]
     for what, value in zip(("input", "weight", "bias"), values, strict=True):
         if value is not None and type(value) not in _PLAIN:
             return f"its {what} is a {type(value).__name__}, not a plain tensor"
@@ -99,7 +119,7 @@ def why_not(node: fx.Node) -> str:
         return f"its weight has {values[1].dim()} dimensions, not 2"
     if values[0].dtype not in skinny.HALF:
         return f"there is no kernel for {values[0].dtype}"
-    if any(value is not None and value.dtype != values[0].dtype for value in values):
+    if any(value is not None and value.dtype != values[0].dtype for value in (*values, fake_maybe(node))):
         return "its operands differ in dtype"
     if values[1].stride(1) != 1:
         return "the columns of its weight are not contiguous"
@@ -118,9 +138,9 @@ def _computed_weight_maybe(node: fx.Node) -> fx.Node | None:
     return None if is_row_tensor(weight) or not is_row_tensor(rows) else weight
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    x, weight = node.args[0], node.args[1]
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, weight and bias of a linear layer."""
+    x, weight, bias = (argument(node, at, name) for at, name in enumerate(("input", "weight", "bias")))
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
     assert bias is None or isinstance(bias, fx.Node)
@@ -129,78 +149,77 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
     """Puts the op in that covers most of what follows the linear layer; returns its name."""
-    x, weight, bias = _operands(node)
-    turned, product, added = rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
+    x, weight, bias = operands(node)
+    turned, product, added = _rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
     settings: dict[str, Any] = {"fixed": True} if fixed else {}
     if turned is not None:
-        op, last, arguments = ours.skinny_rotary.default, node, (x, weight, turned.cos, turned.sin, bias)
+        op, last, arguments = PRODUCTS["rotary"], node, (x, weight, turned.cos, turned.sin, bias)
         settings["rotated"] = turned.width
         turned.take_out()
+        for _, rotated in turned.heads:
+            _erase(graph, rotated)
     elif product is not None:
-        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)  # type: ignore[assignment]
+        op, last, arguments = PRODUCTS["gated"], product, (x, weight, bias)  # type: ignore[assignment]
     elif added is not None:
         last, residual = added
-        op, arguments = ours.skinny_add.default, (x, weight, residual, bias)  # type: ignore[assignment]
+        op, arguments = PRODUCTS["add"], (x, weight, residual, bias)  # type: ignore[assignment]
     else:
-        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)  # type: ignore[assignment]
+        op, last, arguments = PRODUCTS["linear"], node, (x, weight, bias)  # type: ignore[assignment]
     with graph.inserting_before(last):
         given = arguments if bias is not None else arguments[:-1]
         made = graph.call_function(op, given, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
-    graph.erase_node(last)
+    _erase(graph, last)
     return str(op._schema.name).partition("::")[2]
 
 
-def _only_user_maybe(node: fx.Node, target: object) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and is_call(users[0], target) else None
+def _erase(graph: fx.Graph, last: fx.Node) -> None:
+    """A node, and what was computed for it alone. Not left to a search for dead code: other graphs have writes."""
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        waiting += [one for one in inputs if not one.users and is_pure(one) and one not in waiting]
+
+
+def _quiet(first: fx.Node, last: fx.Node) -> bool:
+    """Whether no node between two writes to memory: what the first one reads is the same for the last one."""
+    node = first.next
+    while node is not last:
+        if not is_pure(node):
+            return False
+        node = node.next
+    return True
+
+
+def _rotation_maybe(node: fx.Node) -> Rotation | None:
+    found = rotation_maybe(node)
+    quiet = found is not None and all(_quiet(node, rotated) for _, rotated in found.heads)
+    return found if quiet else None
 
 
 def _gated_maybe(node: fx.Node) -> fx.Node | None:
     """The product silu(first half) * second half, where nothing else reads any of it."""
-    halves = dict(_halves(node))
-    if set(halves) != {0, 1} or node.meta["val"].shape[-1] % 2:
+    found, width = list(readers(node)), fake(node).shape[-1]
+    gate, up = (0, width // 2), (width // 2, width)
+    halves = dict(found)
+    if len(found) != 2 or set(halves) != {gate, up} or width % 2:
         return None
-    activated = _only_user_maybe(halves[0], aten.silu.default)
-    product = _only_user_maybe(halves[1], aten.mul.Tensor)
-    if activated is None or product is None or _only_user_maybe(activated, aten.mul.Tensor) is not product:
+    activated = only_reader_maybe(halves[gate], "silu")
+    product = only_reader_maybe(halves[up], "mul")
+    if activated is None or product is None or only_reader_maybe(activated, "mul") is not product:
         return None
-    return product
-
-
-def _halves(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """Which half (0, 1) of the last dimension each reader of `node` takes; -1 for one that reads anything else."""
-    value = node.meta["val"]
-    last, half = value.dim() - 1, value.shape[-1] // 2
-    parts = _only_user_maybe(node, aten.chunk.default) or _only_user_maybe(node, aten.split.Tensor)
-    if parts is not None:
-        size = 2 if is_call(parts, aten.chunk.default) else half
-        dim = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
-        along_last = parts.args[1] == size and dim in (-1, last)
-        for user in parts.users:
-            taken = user.args[1] if along_last and user.target is getitem else -1
-            yield (taken if isinstance(taken, int) else -1), user
-        return
-    for user in node.users:
-        found = -1
-        if is_call(user, aten.slice.Tensor) and len(user.args) == 4 and user.args[1] in (-1, last):
-            start, stop = user.args[2:]
-            if (start or 0, stop) == (0, half):
-                found = 0
-            elif start == half and isinstance(stop, int) and stop >= 2 * half:
-                found = 1
-        yield found, user
+    return product if operands_maybe(product) is not None and _quiet(node, product) else None
 
 
 def _added_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(sum, residual) where the one reader of `node` adds a tensor of its shape and dtype to it."""
-    total = _only_user_maybe(node, aten.add.Tensor)
-    if total is None or total.kwargs.get("alpha", 1) != 1:
+    total = only_reader_maybe(node, "add")
+    residual = other_operand_maybe(total, node) if total is not None else None
+    if total is None or residual is None or not _quiet(node, total):
         return None
-    residual = total.args[1] if total.args[0] is node else total.args[0]
-    if not isinstance(residual, fx.Node) or residual is node:
-        return None
-    value, mine = residual.meta.get("val"), node.meta["val"]
-    same = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (mine.shape, mine.dtype)
+    value, mine = fake_maybe(residual), fake(node)
+    same = value is not None and value.dtype == mine.dtype and same_sizes(value.shape, mine.shape)
     return (total, residual) if same else None

@@ -74,7 +74,7 @@ def test_golden() -> None:
 def test_the_same_values(rows: int) -> None:
     """Within the roundings that are left out: both within a few units of the last place of bfloat16 of float64."""
     before = piece(block, *WEIGHTS)
-    after, x = use_skinny(before).module, torch.randn(rows, 1, E).bfloat16()
+    after, x = use_skinny(before).module, weight(rows, 1, E)
     exact = block(x.double(), *(w.double() for w in WEIGHTS))
     mine, theirs = ((m(x, *WEIGHTS)[0].double() - exact).abs().max() for m in (after, before))
     assert mine <= theirs + 2**-8 * exact.abs().max()

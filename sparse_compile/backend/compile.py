@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from sparse_compile.backend.breaks import BreakLog
@@ -46,9 +47,9 @@ def sparse_compile_backend(
     number = next(_numbers)
     before = graph.print_readable(print_output=False) if _traces() else ""
     dump = os.environ.get("SPARSE_COMPILE_DUMP")
-    compilation, passes = rewrite_graph(
-        graph, settings.for_passes(Path(dump) if dump else None), Frame.current().window_of, number
-    )
+    device = next((one.device.type for one in inputs if isinstance(one, torch.Tensor) and one.is_cuda), "cpu")
+    told = settings.for_passes(Path(dump) if dump else None, device)
+    compilation, passes = rewrite_graph(graph, told, Frame.current().window_of, number)
     report = _report(number, compilation, passes)
     remember(report)
     _log(report, before, graph)
@@ -57,12 +58,18 @@ def sparse_compile_backend(
         return graph.forward
     from sparse_compile.backend.inductor import compile_with_inductor
 
-    return compile_with_inductor(graph, inputs, settings)
+    return compile_with_inductor(graph, inputs, settings, few_rows=bool(compilation.products))
 
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
-    left = tuple(Left(one.node.name, module_of(one.node), one.reason) for one in compilation.left)
-    return GraphReport(number, compilation.kind, compilation.sites, left, _breaks.new(), passes)
+    left, library = (
+        tuple(Left(one.node.name, module_of(one.node), one.reason) for one in found)
+        for found in (compilation.left, compilation.library)
+    )
+    breaks = _breaks.new()
+    return GraphReport(
+        number, compilation.kind, compilation.sites, left, breaks, passes, dict(compilation.products), library
+    )
 
 
 def _traces() -> bool:
