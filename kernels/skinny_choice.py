@@ -77,13 +77,20 @@ def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
 
 
+def _buckets(rows: int | None) -> tuple[int, ...]:
+    """All that so many rows may need; None stands for any number, and beyond the last there is nothing to choose."""
+    if rows is None:
+        return BUCKETS
+    return (_bucket(rows),) if rows <= BUCKETS[-1] else ()
+
+
 def prepare(shape: Shape, rows: int | None) -> None:
     """Make now what calls of a shape with so many rows need once (None: with any number of rows): the choice of tiles,
     which is measured where it is not known, and the counters of tiles with splits. Such calls can then be captured, and
     keep nothing that was made meanwhile.
     """
     with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
-        for bucket in BUCKETS if rows is None else (_bucket(rows),):
+        for bucket in _buckets(rows):
             choose(shape, bucket)
             split = [tiles for tiles in candidates(shape, bucket) if tiles.splits > 1]
             for tiles in split if shape.device.type == "cuda" else ():
