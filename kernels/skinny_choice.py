@@ -66,9 +66,9 @@ class Shape:
 _choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
-def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
-    """The tiles for a call, or None where the library serves it better."""
-    return choose(_shape(weight, gated), _bucket(rows))
+def tiles_maybe(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better. up: the other half of a gated weight."""
+    return choose(_shape(weight, gated, up), _bucket(rows))
 
 
 def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
@@ -104,17 +104,19 @@ def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
-def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def fixed_tiles(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
     same order.
     """
-    tiles = default_choice(_shape(weight, gated), _bucket(rows))
+    tiles = default_choice(_shape(weight, gated, up), _bucket(rows))
     assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
     return tiles
 
 
-def _shape(weight: Tensor, gated: bool) -> Shape:
-    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+def _shape(weight: Tensor, gated: bool, up: Tensor | None = None) -> Shape:
+    return Shape(
+        weight.shape[0] * (1 if up is None else 2), weight.shape[1], gated, weight.dtype, weight.device
+    )
 
 
 def _bucket(rows: int) -> int:

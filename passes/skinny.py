@@ -76,12 +76,16 @@ def replace_linears(
     """Puts ops in the place of linear layers: how often each, and those that `why_not` has a reason against."""
     counts: Counter[str] = Counter()
     left = []
-    for node in list(graph.nodes):
+    for node in graph.nodes:  # as it changes: one that became a part of another's op is gone
         if operation(node) != "linear":
             continue
         reason = why_not(node)
         if reason:
             left.append((node, reason))
+            continue
+        pair = _pair_maybe(node)
+        if pair is not None and not any(why_not(one) for one in pair[:2]):
+            counts[_replace_pair(graph, *pair, fixed)] += 1
         else:
             counts[_replace(graph, node, fixed)] += 1
     return dict(counts), left
@@ -165,9 +169,20 @@ def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
         op, arguments = PRODUCTS["add"], (x, weight, residual, bias)  # type: ignore[assignment]
     else:
         op, last, arguments = PRODUCTS["linear"], node, (x, weight, bias)  # type: ignore[assignment]
+    return _put(graph, op, last, arguments if bias is not None else arguments[:-1], settings)
+
+
+def _replace_pair(graph: fx.Graph, gate: fx.Node, up: fx.Node, last: fx.Node, fixed: bool) -> str:
+    """One op for silu(linear(x, gate)) * linear(x, up)."""
+    x, weight, _ = operands(gate)
+    settings: dict[str, Any] = {"up": operands(up)[1]} | ({"fixed": True} if fixed else {})
+    return _put(graph, PRODUCTS["gated"], last, (x, weight), settings)
+
+
+def _put(graph: fx.Graph, op: Any, last: fx.Node, args: tuple[Any, ...], settings: dict[str, Any]) -> str:
+    """An op in the place of `last` and all that was computed for it alone; returns the op's name."""
     with graph.inserting_before(last):
-        given = arguments if bias is not None else arguments[:-1]
-        made = graph.call_function(op, given, settings)
+        made = graph.call_function(op, args, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
     _erase(graph, last)
@@ -212,6 +227,36 @@ def _gated_maybe(node: fx.Node) -> fx.Node | None:
     if activated is None or product is None or only_reader_maybe(activated, "mul") is not product:
         return None
     return product if operands_maybe(product) is not None and _quiet(node, product) else None
+
+
+def _pair_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(gate, up, product) of silu(gate) * up, two linear layers on one input; `node` is the first of them."""
+    activated = only_reader_maybe(node, "silu")
+    product = only_reader_maybe(activated or node, "mul")
+    other = other_operand_maybe(product, activated or node) if product is not None else None
+    if product is None or other is None or not _quiet(node, product):
+        return None
+    gate, up = node, other
+    if activated is None:
+        source = other.args[0] if operation(other) == "silu" else None
+        if not isinstance(source, fx.Node):
+            return None
+        gate, up, activated = source, node, other
+    users = [list(one.users) for one in (gate, activated, up)]
+    alone = users == [[activated], [product], [product]]
+    return (gate, up, product) if alone and _alike(gate, up) else None
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are linear layers on the same input, without a bias and with weights of one layout."""
+    if not operation(one) == operation(other) == "linear" or one is other:
+        return False
+    (x, weight, bias), (same_x, other_weight, other_bias) = operands(one), operands(other)
+    mine, theirs = fake_maybe(weight), fake_maybe(other_weight)
+    if x is not same_x or bias is not None or other_bias is not None or mine is None or theirs is None:
+        return False
+    sizes, others = (*mine.shape, *mine.stride()), (*theirs.shape, *theirs.stride())
+    return mine.dtype == theirs.dtype and same_sizes(sizes, others)
 
 
 def _added_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -113,7 +113,15 @@ BODIES: dict[str, tuple[Body, dict[str, int]]] = {
         lambda s, x: x + F.linear(gated(lambda y: y.chunk(2, -1))(s, x), s.down),
         {"skinny_gated": 1, "skinny_add": 1},
     ),
-    "two weights": (lambda s, x: F.silu(F.linear(x, s.gate)) * F.linear(x, s.up), {"skinny_linear": 2}),
+    "two weights": (lambda s, x: F.silu(F.linear(x, s.gate)) * F.linear(x, s.up), {"skinny_gated": 1}),
+    "up before gate": (lambda s, x: F.linear(x, s.up) * F.silu(F.linear(x, s.gate)), {"skinny_gated": 1}),
+    "other inputs": (lambda s, x: F.silu(F.linear(x, s.gate)) * F.linear(x + 1, s.up), {"skinny_linear": 2}),
+    "one weight": (lambda s, x: F.silu(y := F.linear(x, s.gate)) * y, {"skinny_linear": 1}),
+    "a bias": (lambda s, x: F.silu(F.linear(x, s.w, s.bias)) * F.linear(x, s.w), {"skinny_linear": 2}),
+    "both read": (
+        lambda s, x: F.silu(y := F.linear(x, s.gate)) * F.linear(x, s.up) + y,
+        {"skinny_linear": 2},
+    ),
     "rotary": (turned, {"skinny_rotary": 1}),
     # and what must stay as it is beside the product
     "up first": (gated(lambda y: (y[..., I:], y[..., :I])), {"skinny_linear": 1}),
@@ -210,7 +218,7 @@ def test_a_prefill_keeps_the_librarys_products() -> None:
     assert prefill is not None
     assert decode is not None
     assert (prefill.products, prefill.library) == ({}, ())
-    assert decode.products == {"skinny_rotary": 6, "skinny_linear": 16}
+    assert decode.products == {"skinny_rotary": 6, "skinny_linear": 10, "skinny_gated": 3}
     assert decode.library == ()
 
 

@@ -258,7 +258,7 @@ def test_a_model_in_half_precision_runs_with_them(monkeypatch: pytest.MonkeyPatc
     exact.load_state_dict(model.state_dict())
     seen: list[int] = []
     run = skinny._run
-    monkeypatch.setattr(skinny, "_run", lambda x, *rest: seen.append(x.shape[0]) or run(x, *rest))
+    monkeypatch.setattr(skinny, "_run", lambda x, *rest, **up: seen.append(x.shape[0]) or run(x, *rest, **up))
     compiled = sparse_compile(model, key_retention=1.0, inductor=True, validate=False)
     compiler = compiled._keeper.make_engine.compiler
     compiler.skinny = True

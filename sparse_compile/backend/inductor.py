@@ -148,5 +148,6 @@ def _prepare_product(node: fx.Node, x: torch.Tensor) -> None:
     weight, pairs = fake(node.args[1]), node.target in (PRODUCTS["gated"], PRODUCTS["rotary"])  # type: ignore[arg-type]
     rows = [size for size in x.shape[:-1] if isinstance(size, int)]
     known = len(rows) == x.dim() - 1
-    shape = Shape(weight.shape[0], weight.shape[1], pairs, weight.dtype, weight.device)
+    lines = weight.shape[0] * (2 if "up" in node.kwargs else 1)
+    shape = Shape(lines, weight.shape[1], pairs, weight.dtype, weight.device)
     prepare(shape, math.prod(rows) if known else None)
