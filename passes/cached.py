@@ -23,7 +23,7 @@ from .errors import PassError
 from .nodes import cache_inputs, fake, fake_maybe, operation, size_hint_maybe
 from .program import PassRecord
 from .sites import number_calls, unscheduled_site
-from .skinny import operands, replace_linears, why_not
+from .skinny import Replaced, operands, replace_linears, why_not
 
 WindowOf = Callable[[AttentionCall], int]
 _ROOT = re.compile(r"^[LG](?:\[[^\]]*\])+(?:\.args\[\d+\])?\.?")
@@ -41,15 +41,13 @@ class CachedCompilation(Compilation):
         window_of: the sliding window of a call, 0 for none; asked of the front end, which knows the modules.
         calls: the calls that can be rewritten, one per site.
         left: what was found and is left alone, with the reason.
-        products: how often each op of few rows took the place of a linear layer.
-        library: linear layers of a decode graph that keep the library's product, with the reason.
+        products: what became of the linear layers of a decode graph; None where they were not to change.
     """
 
     window_of: WindowOf = field(default=lambda call: 0)
     calls: tuple[AttentionCall, ...] = ()
     left: tuple[Unmatched, ...] = ()
-    products: dict[str, int] = field(default_factory=dict)
-    library: tuple[Unmatched, ...] = ()
+    products: Replaced | None = None
     prefill: bool = False
 
     @property
@@ -157,14 +155,15 @@ class FewRows(Pass):
         assert isinstance(compilation, CachedCompilation)
         if not compilation.options.skinny_products or compilation.kind != "decode":
             return {}
-        compilation.products, left = replace_linears(compilation.graph.graph, _why_not_few)
-        compilation.library = tuple(Unmatched(node, reason) for node, reason in left)
-        return dict(compilation.products, library=len(left))
+        made = compilation.products = replace_linears(compilation.graph.graph, _why_not_few)
+        return dict(made.counts, library=len(made.left))
 
     def ensure(self, compilation: Compilation) -> None:
         assert isinstance(compilation, CachedCompilation)
-        known = {one.node for one in compilation.library}
-        for node in compilation.graph.graph.nodes if compilation.products or known else ():
+        if compilation.products is None:
+            return
+        known = {node for node, _ in compilation.products.left}
+        for node in compilation.graph.graph.nodes:
             if operation(node) == "linear" and node not in known:
                 raise PassError(f"the linear layer {node.name} was neither replaced nor given a reason")
 

@@ -7,6 +7,7 @@
     %d : linear(%g, %w2);  %r : add(%h, %d)                %y : skinny_linear(%r, %w3)       [T, 1, 24]
     %y : linear(%r, %w3)
 
+Gate and up may also be two linear layers: silu(linear(%x, %gate)) * linear(%x, %up) is skinny_gated(%x, %gate, up=%up).
 The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
@@ -50,11 +51,23 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 @dataclass(frozen=True)
+class Replaced:
+    """How often each op was put in, in the place of how many linear layers, and those left alone, with the reason."""
+
+    counts: dict[str, int]
+    layers: int
+    left: tuple[tuple[fx.Node, str], ...]
+
+
+@dataclass(frozen=True)
 class Rewritten:
-    """The new module, how often each op was put in, and the linears left alone: name of the weight's node, and why."""
+    """The new module, how often each op was put in, in the place of how many linear layers, and those left alone: name
+    of the weight's node, and why.
+    """
 
     module: fx.GraphModule
     counts: dict[str, int]
+    layers: int
     left_alone: tuple[tuple[str, str], ...]
 
 
@@ -63,21 +76,19 @@ def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
     graph = copy.deepcopy(module.graph)
     computed = [weight for node in graph.nodes if (weight := _computed_weight_maybe(node)) is not None]
     left_alone = [(str(weight), "its weight is computed by the forward") for weight in computed]
-    counts, left = replace_linears(graph, why_not, fixed)
-    left_alone += [(str(operands(node)[1]), reason) for node, reason in left]
+    made = replace_linears(graph, why_not, fixed)
+    left_alone += [(str(operands(node)[1]), reason) for node, reason in made.left]
     graph.eliminate_dead_code()
     graph.lint()
-    return Rewritten(fx.GraphModule(module, graph), counts, tuple(left_alone))
+    return Rewritten(fx.GraphModule(module, graph), made.counts, made.layers, tuple(left_alone))
 
 
-def replace_linears(
-    graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False
-) -> tuple[dict[str, int], list[tuple[fx.Node, str]]]:
-    """Puts ops in the place of linear layers: how often each, and those that `why_not` has a reason against."""
+def replace_linears(graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False) -> Replaced:
+    """Puts ops in the place of linear layers that `why_not` has no reason against."""
     counts: Counter[str] = Counter()
-    left = []
-    for node in graph.nodes:  # as it changes: one that became a part of another's op is gone
-        if operation(node) != "linear":
+    left, paired = [], set[fx.Node]()
+    for node in list(graph.nodes):
+        if operation(node) != "linear" or node in paired:
             continue
         reason = why_not(node)
         if reason:
@@ -86,9 +97,10 @@ def replace_linears(
         pair = _pair_maybe(node)
         if pair is not None and not any(why_not(one) for one in pair[:2]):
             counts[_replace_pair(graph, *pair, fixed)] += 1
+            paired |= {one for one in pair[:2] if one is not node}
         else:
             counts[_replace(graph, node, fixed)] += 1
-    return dict(counts), left
+    return Replaced(dict(counts), counts.total() + len(paired), tuple(left))
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
@@ -103,7 +115,7 @@ def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
                 continue
             if call.code.key not in rewritten:
                 rewritten[call.code.key] = use_skinny(call.code.module)
-            replaced += sum(rewritten[call.code.key].counts.values())
+            replaced += rewritten[call.code.key].layers
             left_alone += rewritten[call.code.key].left_alone
     return replaced, tuple(left_alone)
 

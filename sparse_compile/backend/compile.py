@@ -20,6 +20,7 @@ from sparse_compile.backend.report import GraphReport, Left, remember
 from sparse_compile.backend.unmatched import check_matched
 from sparse_compile.passes.cached import CachedCompilation, module_of, rewrite_graph
 from sparse_compile.passes.program import PassRecord
+from sparse_compile.passes.skinny import Replaced
 
 log = logging.getLogger("sparse_compile.backend")
 _numbers = itertools.count()
@@ -58,17 +59,26 @@ def sparse_compile_backend(
         return graph.forward
     from sparse_compile.backend.inductor import compile_with_inductor
 
-    return compile_with_inductor(graph, inputs, settings, few_rows=bool(compilation.products))
+    return compile_with_inductor(graph, inputs, settings, few_rows=bool(report.products))
 
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
+    found = [(one.node, one.reason) for one in compilation.left]
+    made = compilation.products or Replaced({}, 0, ())
     left, library = (
-        tuple(Left(one.node.name, module_of(one.node), one.reason) for one in found)
-        for found in (compilation.left, compilation.library)
+        tuple(Left(node.name, module_of(node), reason) for node, reason in some)
+        for some in (found, made.left)
     )
-    breaks = _breaks.new()
     return GraphReport(
-        number, compilation.kind, compilation.sites, left, breaks, passes, dict(compilation.products), library
+        number=number,
+        kind=compilation.kind,
+        sites=compilation.sites,
+        left=left,
+        breaks=_breaks.new(),
+        passes=passes,
+        products=made.counts,
+        replaced=made.layers,
+        library=library,
     )
 
 

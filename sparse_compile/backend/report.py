@@ -34,7 +34,8 @@ class GraphReport:
         left: the calls that were not.
         breaks: why and where Dynamo broke the function up since the graph before this one.
         passes: what each pass counted.
-        products: how often each op of few rows took the place of a linear layer (`skinny_products`).
+        products: how often each op of few rows was put in (`skinny_products`).
+        replaced: in the place of how many linear layers; gate and up are two.
         library: the linear layers of a decode graph that keep the library's product all the same.
     """
 
@@ -45,6 +46,7 @@ class GraphReport:
     breaks: tuple[str, ...]
     passes: tuple[PassRecord, ...]
     products: dict[str, int] = field(default_factory=dict)
+    replaced: int = 0
     library: tuple[Left, ...] = ()
 
     @property
@@ -74,6 +76,7 @@ class GraphReport:
             ],
             "left": [vars(one) for one in self.left],
             "products": dict(self.products),
+            "linear_layers_replaced": self.replaced,
             "library": [vars(one) for one in self.library],
             "breaks": list(self.breaks),
             "passes": [{"name": one.name, "counters": one.counters} for one in self.passes],
@@ -93,10 +96,10 @@ class GraphReport:
 
     def products_summary(self) -> str:
         """ "products of few rows: 54 of 57 linear layers (24 skinny_linear, 30 skinny_rotary)"."""
-        made = sum(self.products.values())
         kinds = ", ".join(f"{number} {name}" for name, number in self.products.items())
-        total = made + len(self.library)
-        return f"products of few rows: {made} of {total} linear layers" + (f" ({kinds})" if kinds else "")
+        total = self.replaced + len(self.library)
+        made = f"products of few rows: {self.replaced} of {total} linear layers"
+        return f"{made} ({kinds})" if kinds else made
 
     def summary(self) -> str:
         """ "rewrote 8 of 8 attention calls (2 layers x 4 loops): 2 dense, 2 capture, 4 consume"."""
