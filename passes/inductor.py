@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,6 +13,8 @@ from torch import fx
 
 from ..kernels.skinny import starts_early
 from .nodes import operation
+
+log = logging.getLogger(__name__)
 
 ONE_PASS = 4096
 """Numbers of a row that a sum over them reads in one pass: see `one_pass_reductions`."""
@@ -66,7 +69,10 @@ def early_start(device: torch.device, graph: fx.Graph) -> dict[str, Any]:
 
     if not starts_early(device) or not hasattr(config.triton, "enable_pdl"):
         return {}
-    return {} if reads_nothing_maybe(graph) is not None else {"triton.enable_pdl": True}
+    obstacle = reads_nothing_maybe(graph)
+    if obstacle is not None:
+        log.info("kernels of a graph do not start early: one for %s might read nothing", obstacle.name)
+    return {} if obstacle is not None else {"triton.enable_pdl": True}
 
 
 def reads_nothing_maybe(graph: fx.Graph) -> fx.Node | None:
