@@ -302,7 +302,7 @@ class Chain:
 
 
 @contextlib.contextmanager
-def tiles_by(pick: Callable[[int, Tensor, bool], Tiles]) -> Iterator[None]:
+def tiles_by(pick: Callable[[int, Tensor, bool, Tensor | None], Tiles]) -> Iterator[None]:
     """Let the ops run with these tiles, instead of measuring."""
     before = skinny_choice.tiles_maybe
     skinny_choice.tiles_maybe = pick
@@ -312,25 +312,26 @@ def tiles_by(pick: Callable[[int, Tensor, bool], Tiles]) -> Iterator[None]:
         skinny_choice.tiles_maybe = before
 
 
-def product_of(rows: int, weight: Tensor, gated: bool) -> Product:
-    return Product(rows, weight.shape[0] // (2 if gated else 1), weight.shape[1], gated)
+def product_of(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Product:
+    width = weight.shape[0] // (2 if gated and up is None else 1)
+    return Product(rows, width, weight.shape[1], gated)
 
 
-def default_pick(rows: int, weight: Tensor, gated: bool) -> Tiles:
-    return default_tiles(product_of(rows, weight, gated))
+def default_pick(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
+    return default_tiles(product_of(rows, weight, gated, up))
 
 
 def picks(bench: Bench) -> dict[str, Callable[[int, Tensor, bool], Tiles]]:
     """Ways to choose tiles in the chain."""
     by_shape = {(n, k, gated): name for name, (n, k, gated) in bench.model.products().items()}
 
-    def best(rows: int, weight: Tensor, gated: bool) -> Tiles:
-        name = by_shape[weight.shape[0], weight.shape[1], gated]
+    def best(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
+        name = by_shape[weight.shape[0] * (1 if up is None else 2), weight.shape[1], gated]
         near = SWEPT[0] if rows <= 8 else SWEPT[1]
-        return bench.best.get((name, near)) or default_pick(rows, weight, gated)
+        return bench.best.get((name, near)) or default_pick(rows, weight, gated, up)
 
-    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool) -> Tiles:
-        return early(ahead, product_of(rows, weight, gated))
+    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
+        return early(ahead, product_of(rows, weight, gated, up))
 
     starts = {f"ours, early start, {ahead} ahead": functools.partial(early_pick, ahead) for ahead in AHEAD}
     return {"ours": default_pick, "ours, best tiles": best, **starts}

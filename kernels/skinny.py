@@ -1,7 +1,7 @@
 """Products of a few rows with a large weight: definitions, schemas and fakes of the ops. Importing it registers them.
 
     skinny_linear  x @ weight^T + bias
-    skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up]
+    skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up], or gate alone where up is given (without a bias)
     skinny_add     residual + x @ weight^T + bias
     skinny_rotary  x @ weight^T + bias, of which the first `rotated` columns are heads that are rotated by halves:
                    [a, b] -> [a, b] * cos + [-b, a] * sin; cos and sin are [..., D] for heads of D
@@ -37,7 +37,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 SCHEMAS = {
     "skinny_linear": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
-    "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None, *, bool fixed=False) -> Tensor",
+    "skinny_gated": "(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? up=None, bool fixed=False) -> Tensor",
     "skinny_add": "(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None, *, bool fixed=False) -> Tensor",
     "skinny_rotary": "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? bias=None, *, int rotated, "
     "bool fixed=False) -> Tensor",
@@ -74,12 +74,13 @@ def define(
     residual: Tensor | None = None,
     gated: bool = False,
     rotary: Rotary | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """The definition of all ops."""
     wide = compute_dtype(x.dtype)
-    wide_bias, wide_residual = (None if other is None else other.to(wide) for other in (bias, residual))
+    bias, residual, up = (None if other is None else other.to(wide) for other in (bias, residual, up))
     turned = None if rotary is None else rotary.to(wide)
-    return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated, turned).to(x.dtype)
+    return eager(x.to(wide), weight.to(wide), bias, residual, gated, turned, up).to(x.dtype)
 
 
 def eager(
@@ -89,12 +90,13 @@ def eager(
     residual: Tensor | None = None,
     gated: bool = False,
     rotary: Rotary | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """The same, rounded to the operands' dtype after every operation."""
     product = F.linear(x, weight, bias)
     if gated:
-        gate, up = product.chunk(2, -1)
-        product = F.silu(gate) * up
+        gate, factor = product.chunk(2, -1) if up is None else (product, F.linear(x, up))
+        product = F.silu(gate) * factor
     if rotary is not None:
         product = rotary(product)
     return product if residual is None else residual + product
@@ -104,8 +106,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool
     return _run(x, weight, bias, None, False, fixed)
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
-    return _run(x, weight, bias, None, True, fixed)
+def gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, up: Tensor | None = None, fixed: bool = False
+) -> Tensor:
+    if up is not None:
+        check_up(weight, bias, up)
+    return _run(x, weight, bias, None, True, fixed, up=up)
 
 
 def add(
@@ -152,25 +158,26 @@ def _run(
     gated: bool,
     fixed: bool,
     rotary: Rotary | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
-    check(x, weight, bias, residual, gated)
+    check(x, weight, bias, residual, gated and up is None)
     if fixed:
-        return _fixed(x, weight, bias, residual, gated, rotary)
+        return _fixed(x, weight, bias, residual, gated, rotary, up)
     if x.device.type != "cuda":
-        return define(x, weight, bias, residual, gated, rotary)
+        return define(x, weight, bias, residual, gated, rotary, up)
     rows = x.shape[:-1].numel()
     if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
         choice = importlib.import_module(".skinny_choice", __package__)
         # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of their own.
-        tiles = choice.tiles_maybe(rows, weight, gated or rotary is not None)
+        tiles = choice.tiles_maybe(rows, weight, gated or rotary is not None, up)
         if tiles is None and rotary is not None:
             tiles = choice.own_tiles(rows, weight, True)
         if tiles is not None:
             backend = importlib.import_module(".skinny_backend", __package__)
             flat = None if residual is None else residual.reshape(rows, -1)
-            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary)
+            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary, up)
             return made.view(*x.shape[:-1], made.shape[1])
-    return eager(x, weight, bias, residual, gated, rotary).contiguous()
+    return eager(x, weight, bias, residual, gated, rotary, up).contiguous()
 
 
 def _fixed(
@@ -180,6 +187,7 @@ def _fixed(
     residual: Tensor | None,
     gated: bool,
     rotary: Rotary | None,
+    up: Tensor | None,
 ) -> Tensor:
     """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
     on_cuda, reason = x.device.type == "cuda", obstacle(x.dtype, weight)
@@ -195,11 +203,11 @@ def _fixed(
         if on_cuda:
             backend = importlib.import_module(".skinny_backend", __package__)
             choice = importlib.import_module(".skinny_choice", __package__)
-            tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None)
-            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn))
+            tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None, up)
+            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn, up))
         else:  # a copy: how a product is added may follow from where its operand begins
-            made.append(define(some.clone(), weight, bias, more, gated, turn))
-    width = weight.shape[0] // (2 if gated else 1)
+            made.append(define(some.clone(), weight, bias, more, gated, turn, up))
+    width = weight.shape[0] // (2 if gated and up is None else 1)
     whole = torch.cat(made) if len(made) > 1 else made[0] if made else x.new_empty(0, width)
     return whole.view(*x.shape[:-1], width)
 
@@ -226,6 +234,19 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
             )
 
 
+def check_up(weight: Tensor, bias: Tensor | None, up: Tensor) -> None:
+    """Raises ValueError where two weights are no gate and up of one product."""
+    if bias is not None:
+        raise ValueError("a bias needs gate and up in one weight: pass weight=[gate; up] and no up")
+    for what in ("shape", "dtype", "device"):
+        if getattr(up, what) != getattr(weight, what):
+            raise ValueError(
+                f"up has {what} {getattr(up, what)}, gate {getattr(weight, what)}; they must agree"
+            )
+    if up.stride() != weight.stride():
+        raise ValueError(f"up has strides {up.stride()}, gate {weight.stride()}; they must agree")
+
+
 def check_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
     """Raises ValueError where heads and angles do not fit the product."""
     size = cos.shape[-1]
@@ -248,8 +269,10 @@ def _fake(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+def _fake_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, up: Tensor | None = None, fixed: bool = False
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if up is None else 1)))
 
 
 def _register() -> torch.library.Library:

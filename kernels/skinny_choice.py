@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import cdiv
 
+from .arrivals import arrivals
 from .skinny import starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
@@ -64,15 +66,35 @@ class Shape:
 _choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
-def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
-    """The tiles for a call, or None where the library serves it better."""
-    return choose(_shape(weight, gated), _bucket(rows))
+def tiles_maybe(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better. up: the other half of a gated weight."""
+    return choose(_shape(weight, gated, up), _bucket(rows))
 
 
 def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
     """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
     shape, bucket = _shape(weight, gated), _bucket(rows)
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
+
+
+def _buckets(rows: int | None) -> tuple[int, ...]:
+    """All that so many rows may need; None stands for any number, and beyond the last there is nothing to choose."""
+    if rows is None:
+        return BUCKETS
+    return (_bucket(rows),) if rows <= BUCKETS[-1] else ()
+
+
+def prepare(shape: Shape, rows: int | None) -> None:
+    """Make now what calls of a shape with so many rows need once (None: with any number of rows): the choice of tiles,
+    which is measured where it is not known, and the counters of tiles with splits. Such calls can then be captured, and
+    keep nothing that was made meanwhile.
+    """
+    with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
+        for bucket in _buckets(rows):
+            choose(shape, bucket)
+            split = [tiles for tiles in candidates(shape, bucket) if tiles.splits > 1]
+            for tiles in split if shape.device.type == "cuda" else ():
+                arrivals(shape.device, cdiv(shape.product(bucket).width, tiles.lines))
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
@@ -82,17 +104,19 @@ def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
-def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def fixed_tiles(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
     same order.
     """
-    tiles = default_choice(_shape(weight, gated), _bucket(rows))
+    tiles = default_choice(_shape(weight, gated, up), _bucket(rows))
     assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
     return tiles
 
 
-def _shape(weight: Tensor, gated: bool) -> Shape:
-    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+def _shape(weight: Tensor, gated: bool, up: Tensor | None = None) -> Shape:
+    return Shape(
+        weight.shape[0] * (1 if up is None else 2), weight.shape[1], gated, weight.dtype, weight.device
+    )
 
 
 def _bucket(rows: int) -> int:

@@ -97,6 +97,47 @@ def test_the_kernel_is_as_good_as_eager_code(
     assert_as_good_as_eager(kind, kernel(kind, tiles, **given), given)
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    width=st.integers(1, 70),
+    depth=st.integers(1, 300),
+    dtype=st.sampled_from(HALF),
+    tiles=st.sampled_from([SMALL, replace(SMALL, splits=2), replace(SMALL, slices=1)]),
+    before=st.booleans(),
+)
+def test_gate_and_up_may_lie_anywhere(
+    rows: int, width: int, depth: int, dtype: torch.dtype, tiles: Tiles, before: bool
+) -> None:
+    """The bits of one weight [gate; up], wherever the two are, up before gate too."""
+    given = operands("gated", rows, width, depth, dtype)
+    x, weight = given["x"], given["weight"]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
+    whole = kernel("gated", tiles, **given)
+    room = torch.full((3 * width + 5, depth), float("nan"), dtype=dtype, device=DEVICE)
+    places = (slice(-width, None), slice(0, width)) if before else (slice(0, width), slice(-width, None))
+    gate, up = (room[place].copy_(half) for place, half in zip(places, weight.chunk(2), strict=True))
+    from sparse_compile.kernels.skinny_backend import launch
+
+    made = launch(x, gate, None, None, True, tiles, up=up)
+    assert torch.equal(made, whole)
+    assert torch.equal(skinny.gated(x, gate, up=up), skinny.gated(x, weight)) or DEVICE == "cuda"
+    assert torch.equal(skinny.gated(x, gate, up=up, fixed=True), skinny.gated(x, weight, fixed=True))
+
+
+def test_two_weights_that_are_no_gate_and_up_are_refused() -> None:
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(6, 8).bfloat16()
+    for up, bias, message in (
+        (weight[:4], None, r"up has shape .*\[4, 8\].* they must agree"),
+        (weight.float(), None, "up has dtype torch.float32"),
+        (torch.randn(6, 16).bfloat16()[:, :8], None, r"up has strides \(16, 1\), gate \(8, 1\)"),
+        (weight, weight[:, 0], r"pass weight=\[gate; up\] and no up"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.sparse_compile.skinny_gated(x, weight, bias, up=up)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("tiles", [SMALL, replace(SMALL, splits=2), replace(SMALL, slices=1)])
 def test_a_row_does_not_know_the_others(dtype: torch.dtype, tiles: Tiles) -> None:
