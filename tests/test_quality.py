@@ -197,7 +197,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_command_refuses_before_it_loads() -> None:
     for wrong, name in (
-        (["--retentions", "0.1,3"], "key_retention"),
+        (["--retentions", "0.1,3"], "--retentions 3: must be"),
         (["--capture-loops", "a"], "--capture-loops a"),
     ):
         found = CliRunner().invoke(app, ["quality", "no-such-model", *wrong])
