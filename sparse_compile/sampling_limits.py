@@ -29,7 +29,8 @@ class Limit:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
+    """transformers takes no integer but 1, which does nothing."""
+    return value == 1 or (isinstance(value, float) and 0 < value < math.inf)
 
 
 def _share(value: Any) -> bool:

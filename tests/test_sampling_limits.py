@@ -49,6 +49,7 @@ def test_generate_refuses_by_name(compiled: Any, name: str) -> None:
 def test_settings_that_are_not_in_use_are_left_alone(compiled: Any) -> None:
     unused = {name: value for name, value in WRONG.items() if not LIMITS[name].always}
     check_sampling({"do_sample": False, **unused})
+    check_sampling({"do_sample": True, "temperature": 1, "repetition_penalty": 1, "top_k": 0, "top_p": 1})
     with pytest.raises(ArgumentError, match="repetition_penalty"):
         check_sampling({"do_sample": False, **WRONG})
 
