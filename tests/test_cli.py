@@ -347,7 +347,9 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], device: str) -> None:
     code, out, err = run(capsys, "inspect", "tiny:ouro", "--device", device, "--json")
     assert code == 2
-    assert err.splitlines()[-1].startswith(f"error: --device {device}: ")
+    message = err.splitlines()[-1]
+    assert message.startswith(f"error: --device {device}: cannot be used here: ")
+    assert message.endswith("; pass --device cpu")
     assert json.loads(out)["error"]["exit_code"] == 2
 
 
