@@ -27,7 +27,7 @@ def give_retention(sites: tuple[Site, ...], options: Options) -> tuple[Site, ...
     if len(given) != len(layers):
         raise OptionError(
             "key_retention",
-            f"({len(given)} numbers)",
+            tuple(one.numerator / one.denominator for one in given),
             f"must have one number for each of the {len(layers)} attention layers, {layers[0]} to {layers[-1]}",
             f"give {len(layers)} numbers in the order in which `sparse-compile inspect` lists the layers",
         )

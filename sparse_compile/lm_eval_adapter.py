@@ -1,9 +1,10 @@
 """A model for EleutherAI's lm-evaluation-harness that generates through us. Needs the extra `eval`.
 
-    lm = SparseLM("demo", key_retention=0.1, batch_size=8)
+    lm = SparseLM("tiny:ouro", key_retention=0.1, batch_size=8)
     lm_eval.simple_evaluate(lm, tasks=["gsm8k"])
 
-    python -m sparse_compile.lm_eval_adapter --model sparse_compile --model_args pretrained=demo,key_retention=0.1 ...
+    python -m sparse_compile.lm_eval_adapter --model sparse_compile \\
+        --model_args pretrained=tiny:ouro,key_retention=0.1 --tasks gsm8k
 
 Only tasks that generate (`generate_until`) go through sparse attention. Log-likelihoods, as of multiple choice, are the
 plain model's own: they score given tokens in one forward, which is a prompt, and prompts are dense.

@@ -13,6 +13,7 @@ from sparse_compile.compile import pass_options
 from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.limits import position_limit
+from sparse_compile.models import load_config
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.survey import Survey, survey
 from sparse_compile.runtime.budget import Budget, PoolSizes
@@ -42,22 +43,6 @@ def parse_tokens(text: str) -> int:
     if found is None or not int(found[1]):
         raise ValueError(f"{text!r} is no number of tokens; write for example 4096 or 32k (k is 1024)")
     return int(found[1]) * _COUNTS[found[2].lower()]
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a preset, a `tiny:` model, a local folder (no network call) or a hub id."""
-    from transformers import AutoConfig
-
-    from sparse_compile.models import PRESETS, preset_config, register, tiny_config
-    from sparse_compile.models.loading import TINY_PREFIX, source_options
-
-    if name in PRESETS:
-        return preset_config(name)
-    if name.startswith(TINY_PREFIX):
-        return tiny_config(name.removeprefix(TINY_PREFIX))
-    register()
-    path, options = source_options(name)
-    return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

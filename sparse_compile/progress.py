@@ -51,8 +51,11 @@ class WorkProgress:
 
     def advance(self, skipped: int = 0) -> None:
         """One unit more; `skipped` of them will not come, because the row has ended."""
-        self.done += 1
-        self.total -= skipped
+        self.update(self.done + 1, self.total - skipped)
+
+    def update(self, done: int, total: int) -> None:
+        """So many units are done, of so many."""
+        self.done, self.total = done, total
         if self._callback is not None:
             self._callback(self.done, self.total)
         elif self._bar is not None and self._task is not None:

@@ -19,12 +19,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from sparse_compile.errors import ArgumentError
 from sparse_compile.runtime.request import SamplingParams
+from sparse_compile.sampling_limits import check_lengths, check_sampling
 from sparse_compile.seeds import make_generator, row_seeds
 
 if TYPE_CHECKING:
     from sparse_compile.inputs import Prompts
-
-_LENGTHS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length")
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ def resolve(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Resol
         raise ArgumentError(
             "generation_config", kind, "must be a GenerationConfig", "pass GenerationConfig(...)"
         )
-    for name in _LENGTHS:  # transformers compares them with numbers while it fills in defaults
-        _check_whole(name, kwargs.get(name))
+    check_lengths(kwargs)  # transformers compares them with numbers while it fills in defaults
     sources = (generation_config, model.generation_config)
     given = {
         name: kwargs.get(name) is not None
@@ -74,6 +72,8 @@ def resolve(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Resol
         for name in ("max_length", "min_length")
     }
     settings, rest = model._prepare_generation_config(generation_config, **kwargs)
+    check_lengths(vars(settings))
+    check_sampling(vars(settings))
     eos = _as_ids(settings.eos_token_id)
     pad = _as_ids(settings.pad_token_id)
     return Resolved(
@@ -97,8 +97,6 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
     """Number of new tokens; fills in the settings' lengths, which count padding as in transformers."""
     settings, width = resolved.settings, prompts.width
-    for name in _LENGTHS:
-        _check_whole(name, getattr(settings, name, None))
     model._prepare_generated_length(
         generation_config=settings,
         has_default_max_length=not resolved.given_max_length,
@@ -109,11 +107,6 @@ def plan_lengths(model: Any, resolved: Resolved, prompts: Prompts) -> int:
     )
     model._validate_generated_length(settings, width, not resolved.given_max_length)
     return int(settings.max_length) - width
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-        raise ArgumentError(name, value, "must be an integer", f"pass for example {name}=32")
 
 
 def build_params(

@@ -192,7 +192,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "80", "--context", "32k"]) == 2
     assert "--gpu-memory: '80'" in capsys.readouterr().err
     assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "80GiB", "--context", "1"]) == 2
-    assert "context=1: must be at least 2" in capsys.readouterr().err
+    assert "--context 1: must be at least 2" in capsys.readouterr().err
     assert cli.run(["plan", "ouro-1.4b", "--gpu-memory", "3GiB", "--context", "8k"]) == 1
     assert "largest --context at --batch 1: none" in capsys.readouterr().out
 

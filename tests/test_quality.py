@@ -175,6 +175,10 @@ def test_tables_and_plots(result: dict[str, Any], tmp_path: Path) -> None:
     Console(width=200, file=written).print(render(result))
     text = written.getvalue()
     assert all(word in text for word in ("perplexity", "recall 96", "draft of 3", "dense"))
+    assert "float64, CPU: 2 windows of " in text
+    one = {**result, "gpu": "NVIDIA H200", "settings": {**result["settings"], "windows": 1}}
+    Console(width=200, file=written).print(render(one))
+    assert "NVIDIA H200: 1 window of " in written.getvalue()
     pytest.importorskip("matplotlib")
     paths = plot(result, tmp_path / "plots")
     assert [path.name for path in paths] == ["quality-over-retention.png", "retained-mass.png"]
@@ -197,7 +201,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_command_refuses_before_it_loads() -> None:
     for wrong, name in (
-        (["--retentions", "0.1,3"], "key_retention"),
+        (["--retentions", "0.1,3"], "--retentions 3: must be"),
         (["--capture-loops", "a"], "--capture-loops a"),
     ):
         found = CliRunner().invoke(app, ["quality", "no-such-model", *wrong])

@@ -138,7 +138,7 @@ def test_the_command_fails_where_tokens_differ(
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "tiny:ouro", *SMALL, "--draft-loops", "9")
-    assert (code, "draft_loops" in err) == (2, True)
+    assert (code, "--draft-loops 9: the model has 4 loops" in err) == (2, True)
     code, _, err = run(capsys, "tiny:ouro", "--prompt-tokens", "512")
     assert (code, "the model has 512 positions" in err) == (2, True)
     assert run(capsys, "tiny:ouro", "--batch", "1")[0] == 2
@@ -149,9 +149,9 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft-loops", "5"], "draft_loops=5: the program has 4 loops; pass draft_loops=4 or less"),
-        (["--draft-tokens", "257", "--deterministic"], "257 rows at once.*pass num_draft_tokens=256 or less"),
-        (["--draft-tokens", "129", "--deterministic"], "max_batch=2: .*pass max_batch=1 or less"),
+        (["--draft-loops", "5"], "--draft-loops 5: the model has 4 loops; pass --draft-loops 4 or less"),
+        (["--draft-tokens", "257", "--deterministic"], "257 rows at once.*pass --draft-tokens 256 or less"),
+        (["--draft-tokens", "129", "--deterministic"], "--batch 2: .*pass --batch 1 or less"),
     ],
     ids=str,
 )

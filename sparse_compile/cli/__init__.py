@@ -1,8 +1,8 @@
 """The command `sparse-compile`.
 
 Exit codes: 0 done, 1 a check found a difference, a self-test failed or a plan does not fit, 2 bad usage or a bad
-value, 3 the model is not supported. Results go to stdout (with --json: one JSON object and nothing else), progress
-and errors to stderr.
+value, 3 the model is not supported. The bare command prints its help and is done: 0, where click would say 2. Results
+go to stdout (with --json: one JSON object and nothing else), progress and errors to stderr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import typer
 
 from sparse_compile.cli.check import check
-from sparse_compile.cli.common import USAGE, report_error
+from sparse_compile.cli.common import OK, USAGE, report_error
 from sparse_compile.cli.demo import demo
 from sparse_compile.cli.generate import generate
 from sparse_compile.cli.inspect import inspect
@@ -52,7 +52,7 @@ def run(arguments: list[str] | None = None) -> int:
         code = typer.main.get_command(app).main(arguments, prog_name="sparse-compile", standalone_mode=False)
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is out already
-            return USAGE
+            return OK
         error.message = error.format_message()  # type: ignore[attr-defined]  # with the name of the option
         return report_error(error, as_json="--json" in arguments, code=USAGE)
     except (typer.Abort, KeyboardInterrupt):

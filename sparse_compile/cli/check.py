@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
 
 
 def check(
@@ -21,21 +18,28 @@ def check(
     dtype: common.Dtype = "auto",
     device: common.Device = "cpu",
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Compare a model with its safetensors files tensor by tensor, and its rotary tables with their formula.
 
     Exits with 1 when anything differs.
     """
-    common.run_command(lambda: _check(model, program, dtype, device, as_json), as_json=as_json, debug=debug)
+    common.run_command(
+        lambda: _check(model, program, dtype, device, as_json),
+        command=check,
+        as_json=as_json,
+        debug=debug,
+        quiet=quiet,
+    )
 
 
 def _check(model: str, program: bool, dtype: str, device: str, as_json: bool) -> int:
     with common.quiet_stdout():
+        common.import_libraries()
         from sparse_compile.models.checkpoint import check_checkpoint
 
-        # Nothing worth a bar, or nobody who sees one.
-        with _no_bars() if model.startswith("tiny:") or not sys.stderr.isatty() else nullcontext():
+        with notes.waiting(f"comparing {model} with its files"), notes.bars(not model.startswith("tiny:")):
             report = check_checkpoint(model, dtype=dtype)
     result = report.to_dict()
     lines = [str(report)]
@@ -51,25 +55,11 @@ def _check(model: str, program: bool, dtype: str, device: str, as_json: bool) ->
     return common.OK if ok else common.DIFFERENCES
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without the progress bars of transformers."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _check_program(model: str, dtype: str, device: str) -> dict[str, Any]:
     """Compile at full retention, where every decoding step must be the model's own, and compare."""
     from sparse_compile.errors import ValidationError
 
-    options = {"key_retention": 1, "validate": False, "progress": False}
+    options = {"key_retention": 1, "validate": False}
     compiled = common.compile_named(model, dtype, device, options)
     try:
         with common.quiet_stdout():

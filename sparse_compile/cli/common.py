@@ -7,13 +7,18 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparse_compile.cli import notes, outline
+from sparse_compile.cli.options import describe, option_names, reworded
+from sparse_compile.errors import ArgumentError
+
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 OK, DIFFERENCES, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -26,6 +31,12 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="No progress and no notes on stderr; warnings and errors are still shown."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Retention = Annotated[
     str,
@@ -83,11 +94,22 @@ NoValidate = Annotated[
 ]
 
 
-def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
-    """Run a command's body and leave with its exit code; an error or a warning becomes one line on stderr."""
+def run_command(
+    body: Callable[[], int],
+    *,
+    command: Callable[..., Any],
+    as_json: bool,
+    debug: bool,
+    quiet: bool = False,
+) -> None:
+    """Run a command's body and leave with its exit code; an error or a warning becomes one line on stderr.
+
+    command: whose options errors and warnings speak of.
+    """
+    names = option_names(command)
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+        with notes.quietly(quiet), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _show_warning(message, names)
             code = body()
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -97,12 +119,12 @@ def run_command(body: Callable[[], int], *, as_json: bool, debug: bool) -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        code = report_error(error, as_json=as_json, code=exit_code(error))
+        code = report_error(error, as_json=as_json, code=exit_code(error), names=names)
     raise typer.Exit(code)
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    note(f"warning: {' '.join(str(message).split())}")
+def _show_warning(message: Warning | str, names: Mapping[str, str]) -> None:
+    notes.say(f"warning: {reworded(' '.join(str(message).split()), names)}")
 
 
 def exit_code(error: Exception) -> int:
@@ -114,26 +136,24 @@ def exit_code(error: Exception) -> int:
     return USAGE if isinstance(error, ValueError | TypeError | OSError) else DIFFERENCES
 
 
-def report_error(error: Exception, *, as_json: bool, code: int) -> int:
-    """Print the error as one line on stderr, and with --json as an object on stdout. Returns the code."""
-    message = " ".join(str(error).split()) or type(error).__name__
-    print(f"error: {message}", file=sys.stderr)
+def report_error(
+    error: Exception, *, as_json: bool, code: int, names: Mapping[str, str] | None = None
+) -> int:
+    """Print the error as one line on stderr, and with --json as an object on stdout. Returns the code.
+
+    names: the options of a command by argument, for errors about arguments.
+    """
+    text, details = describe(error, names or {})
+    message = " ".join(text.split()) or type(error).__name__
+    notes.say(f"error: {message}")
     if as_json:
-        details = {"type": type(error).__name__, "message": message, "exit_code": code}
-        for name in ("argument", "limit", "remedy", "module"):
-            if isinstance(getattr(error, name, None), str):
-                details[name] = getattr(error, name)
-        print_json({"error": details})
+        kind = {"type": type(error).__name__, "message": message, "exit_code": code}
+        print_json({"error": {**kind, **details}})
     return code
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
-
-
-def note(message: str) -> None:
-    """A line on stderr about what is going on."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def console() -> Console:
@@ -152,23 +172,43 @@ def quiet_stdout() -> Iterator[None]:
         yield
 
 
+def import_libraries() -> None:
+    """Import what takes seconds, and say so."""
+    with quiet_stdout(), notes.waiting("importing torch and transformers"):
+        import sparse_compile.models  # noqa: F401
+
+
 def load(name: str, dtype: str, device: str) -> Any:
     """The model by name. device "auto" is CUDA if there is one."""
+    import_libraries()
     with quiet_stdout():
         import torch
 
         from sparse_compile.models import load_model
+        from sparse_compile.models.loading import resolve_dtype
 
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            place = torch.device(device)
-            torch.empty(0, device=place)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
-        if name.startswith("tiny:") and place.type == "cpu":
+        resolve_dtype(dtype)
+        where = place(device)
+        tiny = name.startswith("tiny:")
+        if tiny and where.type == "cpu":
             torch.set_num_threads(1)  # operations this small are slower when they are shared out
-        return load_model(name, dtype=dtype, device=place)
+        with notes.waiting(f"loading {name}"), notes.bars(not tiny):
+            return load_model(name, dtype=dtype, device=where)
+
+
+def place(device: str) -> torch.device:
+    """The device of --device, CUDA for "auto" if there is one; ArgumentError for one that is not there."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        limit = f"cannot be used here: {str(error).splitlines()[0]}"
+        raise ArgumentError("device", device, limit, "pass --device cpu") from None
+    return found
 
 
 KeepFirst = Annotated[int, typer.Option("--keep-first", help="First visible keys that are always kept.")]
@@ -207,14 +247,27 @@ def compile_options(
     }
 
 
-def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -> Any:
-    """Load and compile; the options are checked before the model is loaded."""
+def check_named(name: str, *settings: Mapping[str, Any]) -> Any:
+    """Check options of `sparse_compile` alone, then against the model's configuration, before weights are loaded.
+
+    Returns the outline of the model, or None where the configuration alone does not give one.
+    """
     from sparse_compile.config import SparseConfig
 
-    SparseConfig.from_options(**options)
+    configs = [SparseConfig.from_options(**one) for one in settings]
+    import_libraries()
+    with quiet_stdout():
+        seen = outline.outline(name)
+        if seen is not None:
+            outline.check_options(seen, configs)
+    return seen
+
+
+def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -> Any:
+    """Load and compile, with options that `check_named` has looked at."""
     model = load(name, dtype, device)
     with quiet_stdout():
         from sparse_compile.api import sparse_compile
 
-        note(f"compiling {name} ...")
-        return sparse_compile(model, **options)
+        notes.note(f"compiling {name} ...")
+        return sparse_compile(model, progress=notes.progress_mode(), **options)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
+from sparse_compile.limits import check_positions
+from sparse_compile.sampling_limits import check_lengths
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,6 +59,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Rewrite a small looped model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
@@ -65,35 +68,40 @@ def demo(
     """
     common.run_command(
         lambda: _demo(model or _default(), retention, max_new_tokens, device, as_json),
+        command=demo,
         as_json=as_json,
         debug=debug,
+        quiet=quiet,
     )
 
 
 def _default() -> str:
+    common.import_libraries()
     from sparse_compile.models import DEMO, demo_folder
 
     try:
         demo_folder()
     except FileNotFoundError as error:
-        common.note(f"{error}\nshowing tiny:ouro instead")
+        notes.note(f"{error}\nshowing tiny:ouro instead")
         return "tiny:ouro"
     return DEMO
 
 
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
+    check_lengths({"max_new_tokens": new_tokens})
+    seen = common.check_named(name, {"key_retention": retention})
+    tokenizer, inputs = _inputs(name)
+    width = inputs["input_ids"].shape[1]
+    if seen is not None:
+        check_positions(seen, width, new_tokens)
     import torch
 
-    from sparse_compile.config import SparseConfig
-
-    SparseConfig.from_options(key_retention=retention)
     model = common.load(name, "float32", device)  # float32: identity of tokens is an exact claim
     if model.device.type == "cpu":
         torch.set_num_threads(1)  # three short rows: sharing them out costs more than it saves
-    tokenizer, inputs = _inputs(name, model)
-    width = inputs["input_ids"].shape[1]
+    inputs = {key: value.to(model.device) for key, value in inputs.items()}
     settings = {**inputs, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
-    common.note("generating with transformers ...")
+    notes.note("generating with transformers ...")
     expected = model.generate(**settings)[:, width:]
     sparse = _compiled(model, key_retention=retention)
     report = sparse.report((width + new_tokens,))
@@ -120,22 +128,22 @@ def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool
     return common.OK if identical else common.DIFFERENCES
 
 
-def _inputs(name: str, model: Any) -> tuple[Any, dict[str, Any]]:
+def _inputs(name: str) -> tuple[Any, dict[str, Any]]:
     from sparse_compile.models import DEMO, load_tokenizer
 
     with common.quiet_stdout():
         tokenizer = load_tokenizer(name)
     prompts = TRAINED_PROMPTS if name == DEMO else PROMPTS
     encoded = tokenizer(list(prompts), padding=True, return_tensors="pt")
-    return tokenizer, {key: encoded[key].to(model.device) for key in ("input_ids", "attention_mask")}
+    return tokenizer, {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
 def _compiled(model: Any, **options: Any) -> Any:
     from sparse_compile.api import sparse_compile
 
-    common.note(f"compiling with {', '.join(f'{key}={value}' for key, value in options.items())} ...")
+    notes.note(f"compiling with {', '.join(f'{key}={value}' for key, value in options.items())} ...")
     with common.quiet_stdout():
-        return sparse_compile(model, **options)
+        return sparse_compile(model, progress=notes.progress_mode(), **options)
 
 
 def _run(
@@ -171,7 +179,7 @@ def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
 
     text = held_out_text().decode()[:20_000]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    common.note("measuring on held-out text ...")
+    notes.note("measuring on held-out text ...")
     few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
     meter = Meter(ids, few, tasks=False)
     known = meter.dense(dense)

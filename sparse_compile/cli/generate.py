@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparse_compile.cli import common
+from sparse_compile.cli.outline import check_tokens
+from sparse_compile.limits import check_positions
+from sparse_compile.sampling_limits import check_lengths, check_sampling
 from sparse_compile.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     import torch
+
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")  # options that need --do-sample
 
 
 def generate(
@@ -61,6 +66,7 @@ def generate(
     device: common.Device = "auto",
     no_validate: common.NoValidate = False,
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Continue a prompt with the compiled model."""
@@ -73,20 +79,45 @@ def generate(
         "loops_per_step": loops_per_step,
         "deterministic": deterministic,
     }
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    settings = {name: value for name, value in sampling.items() if value is not None}
+    sampling = dict(zip(_SAMPLING, (temperature, top_k, top_p, seed), strict=True))
+    settings: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     settings |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
 
     def body() -> int:
         ids = _parse_ids(prompt, prompt_ids)
-        if settings.keys() & sampling.keys() and not do_sample:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in settings if name in sampling)
-            raise ValueError(f"{names}: only with --do-sample; add --do-sample or remove it")
+        _check_settings(settings)
         options["speculation"] = _speculation(speculate, draft_loops, draft_tokens, adaptive)
+        seen = common.check_named(model, options)
+        tokenizer = None
+        if ids is None:
+            tokenizer, ids = _tokens(model, str(prompt))
+        if seen is not None:
+            check_tokens(seen, "prompt_ids" if tokenizer is None else "prompt", ids)
+            check_positions(seen, len(ids), max_new_tokens)
         compiled = common.compile_named(model, dtype, device, options)
-        return _generate(model, compiled, prompt, ids, settings, as_json)
+        return _generate(model, compiled, tokenizer, ids, settings, as_json)
 
-    common.run_command(body, as_json=as_json, debug=debug)
+    common.run_command(body, command=generate, as_json=as_json, debug=debug, quiet=quiet)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    if settings.keys() & _SAMPLING and not settings["do_sample"]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in settings if name in _SAMPLING)
+        raise ValueError(f"{names}: only with --do-sample; add --do-sample or remove it")
+    check_lengths(settings)
+    check_sampling(settings)
+
+
+def _tokens(name: str, prompt: str) -> tuple[Any, list[int]]:
+    """The tokenizer of a model, and the ids of a prompt."""
+    with common.quiet_stdout():
+        from sparse_compile.models import load_tokenizer
+
+        tokenizer = load_tokenizer(name)
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ValueError(f"--prompt {prompt!r}: gives no token; pass some text")
+    return tokenizer, ids
 
 
 def _speculation(
@@ -128,20 +159,11 @@ def _parse_ids(prompt: str | None, prompt_ids: str | None) -> list[int] | None:
 def _generate(
     name: str,
     compiled: Any,
-    prompt: str | None,
-    ids: list[int] | None,
+    tokenizer: Any,
+    ids: list[int],
     settings: dict[str, Any],
     as_json: bool,
 ) -> int:
-    tokenizer = None
-    if ids is None:
-        from sparse_compile.models import load_tokenizer
-
-        with common.quiet_stdout():
-            tokenizer = load_tokenizer(name)
-        ids = tokenizer(prompt)["input_ids"]
-        if not ids:
-            raise ValueError(f"--prompt {prompt!r}: gives no token; pass some text")
     import torch
 
     # An explicit mask: a given id that happens to be the pad token is part of the prompt.

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
 
 
 def inspect(
@@ -43,6 +43,7 @@ def inspect(
     ] = "runtime",
     no_validate: common.NoValidate = False,
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Show what became dense, capture or consume per layer and loop, why, and what it reads."""
@@ -53,16 +54,20 @@ def inspect(
         given |= {"enabled": not dense, "implementation": implementation}
         common.run_command(
             lambda: _inspect_backend(model, dtype, device, given, runtime_only, graph, as_json),
+            command=inspect,
             as_json=as_json,
             debug=debug,
+            quiet=quiet,
         )
     options = common.compile_options(
         kept, capture_loop, recapture_every, dense_below, dense, implementation, no_validate
     )
     common.run_command(
         lambda: _inspect(model, dtype, device, frontend, options, context, graph, as_json),
+        command=inspect,
         as_json=as_json,
         debug=debug,
+        quiet=quiet,
     )
 
 
@@ -80,13 +85,14 @@ def _inspect_backend(
             raise ValueError(f"{name} {value}: is for --frontend runtime only; leave it out")
     if graph not in (None, "before", "after"):
         raise ValueError(f"--graph {graph}: must be one of before, after with --frontend torch-compile")
+    common.check_named(model, options)
     from sparse_compile.backend import BackendOptions
     from sparse_compile.backend.inspection import inspect_model
 
     BackendOptions.of(options)
     loaded = common.load(model, dtype, device)
     with common.quiet_stdout():
-        common.note(f"compiling a decode step of {model} ...")
+        notes.note(f"compiling a decode step of {model} ...")
         seen = inspect_model(loaded, options)
     text = seen.graph_text(graph) if graph is not None else None
     if as_json:
@@ -114,6 +120,7 @@ def _inspect(
         raise ValueError(f"--graph {graph}: must be one of before, after, body")
     if contexts and min(contexts) < 1:
         raise ValueError(f"--context {min(contexts)}: must be at least 1; pass for example --context 8192")
+    common.check_named(model, options)
     compiled = common.compile_named(model, dtype, device, options)
     text = compiled.program.graph_text(graph) if graph is not None else None
     report = compiled.report(tuple(contexts)) if contexts else compiled.report()

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
+from sparse_compile.cli.outline import asking
 
 if TYPE_CHECKING:
     from sparse_compile.planning import MemoryPlan
@@ -40,6 +41,7 @@ def plan(
     ] = 8192,
     dtype: common.Dtype = "auto",
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Say whether a batch fits into a GPU's memory, without the weights and without the GPU.
@@ -56,8 +58,10 @@ def plan(
     }
     common.run_command(
         lambda: _plan(model, gpu_memory, context, batch, dtype, options, as_json),
+        command=plan,
         as_json=as_json,
         debug=debug,
+        quiet=quiet,
     )
 
 
@@ -66,15 +70,18 @@ def _plan(
 ) -> int:
     with common.quiet_stdout():
         from sparse_compile.config import SparseConfig
+
+        config = SparseConfig.from_options(**options)
+        common.import_libraries()
         from sparse_compile.models.loading import resolve_dtype
         from sparse_compile.planning import make_plan, parse_size, parse_tokens
 
-        config = SparseConfig.from_options(**options)
         size, tokens = (
             _named("--gpu-memory", parse_size, gpu_memory),
             _named("--context", parse_tokens, context),
         )
-        found = make_plan(model, size, tokens, batch, config, resolve_dtype(dtype))
+        with asking(model):
+            found = make_plan(model, size, tokens, batch, config, resolve_dtype(dtype))
     if as_json:
         common.print_json(found.to_dict())
     else:
@@ -82,7 +89,7 @@ def _plan(
     if found.fits:
         return common.OK
     what = f"{found.batch} x {found.context} tokens do not fit into {gpu_memory}"
-    common.note(f"error: {what}; choose {', or '.join(found.changes)}")
+    notes.say(f"error: {what}; choose {', or '.join(found.changes)}")
     return common.DIFFERENCES
 
 

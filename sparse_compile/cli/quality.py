@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
+from sparse_compile.config import SparseConfig
+from sparse_compile.errors import ArgumentError
+from sparse_compile.progress import WorkProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,7 @@ def quality(
     out: Annotated[Path | None, typer.Option("--out", help="Write the JSON here too.")] = None,
     plots: Annotated[Path | None, typer.Option("--plots", help="Write plots to this folder.")] = None,
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Measure perplexity, tasks, agreement with dense, retained mass and drafts over retention and capture loop.
@@ -61,6 +63,7 @@ def quality(
     options |= {name: value for name, value in chosen.items() if value is not None}
 
     def body() -> int:
+        common.import_libraries()
         from sparse_compile.quality.measure import SUBSET, Settings
         from sparse_compile.quality.sweep import SUBSET_SWEEP, Sweep
 
@@ -79,7 +82,7 @@ def quality(
         result = run_quality(model, text, replace(settings, **given), sweep, dtype, device)
         return show_quality(result, out, plots, as_json)
 
-    common.run_command(body, as_json=as_json, debug=debug)
+    common.run_command(body, command=quality, as_json=as_json, debug=debug, quiet=quiet)
 
 
 def run_quality(
@@ -92,15 +95,22 @@ def run_quality(
     program: str = "sparse-compile",
 ) -> dict[str, Any]:
     """Load, compile and measure, with progress on stderr. program: what the command line begins with."""
-    from sparse_compile.quality.sweep import check_sweep, measure_all
+    data = read_text(text)
+    common.import_libraries()
+    from sparse_compile.quality.measure import check_lengths, windows_of
+    from sparse_compile.quality.sweep import measure_all, point_options
 
-    check_sweep(sweep)
-    loaded = common.load(name, dtype, device)
-    ids, is_bytes = _ids(name, text)
+    seen = common.check_named(name, *point_options(sweep))
+    ids, is_bytes = _ids(name, data)
+    windows_of(ids, settings.windows, settings.window)
+    if seen is not None:
+        check_lengths(seen, settings.window, settings.task_contexts if is_bytes else ())
     if not is_bytes:
-        common.note("the tasks are left out: they are made of bytes, and this model does not read bytes")
-    with common.quiet_stdout(), _progress("measuring") as progress:
-        result = measure_all(loaded, ids, settings, sweep, is_bytes, progress)
+        notes.note("the tasks are left out: they are made of bytes, and this model does not read bytes")
+    loaded = common.load(name, dtype, device)
+    notes.note(f"measuring {name} ...")
+    with common.quiet_stdout(), _progress("measuring") as bar:
+        result = measure_all(loaded, ids, settings, sweep, is_bytes, bar.update)
     return {
         "source": name,
         "text": text or "held-out text of sparse_compile",
@@ -113,7 +123,6 @@ def check_outputs(out: Path | None, plots: Path | None) -> None:
     """Make the folders of what will be written. Raises before anything is measured: ArgumentError where there can be no
     such file or no plots, OSError where there can be no such folder.
     """
-    from sparse_compile.errors import ArgumentError
     from sparse_compile.quality.view import check_plots
 
     if out is not None:
@@ -132,14 +141,14 @@ def show_quality(result: dict[str, Any], out: Path | None, plots: Path | None, a
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for path in plot(result, plots) if plots is not None else ():
-        common.note(f"wrote {path}")
+        notes.note(f"wrote {path}")
     if as_json:
         common.print_json(result)
     else:
         common.console().print(render(result))
     if full_retention_is_dense(result):
         return common.OK
-    common.note("error: retention 1.0 is not exactly the dense model")
+    notes.say("error: retention 1.0 is not exactly the dense model")
     return common.DIFFERENCES
 
 
@@ -158,20 +167,37 @@ def calibrate(
     dtype: common.Dtype = "auto",
     device: common.Device = "auto",
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Find the smallest retention of each layer that keeps the target mass on a text, for key_retention="auto"."""
 
     def body() -> int:
-        from sparse_compile.quality.calibrate import calibrate as run
-
         check_outputs(out, None)
+        data = read_text(text)
+        chosen: dict[str, Any] = {
+            "capture_loop": capture_loop,
+            "keep_first": keep_first,
+            "keep_last": keep_last,
+        }
+        SparseConfig.from_options(**chosen)
+        common.import_libraries()
+        from sparse_compile.quality.calibrate import calibrate as run
+        from sparse_compile.quality.calibrate import check_settings
+        from sparse_compile.quality.measure import check_lengths, windows_of
+
+        check_settings(target_mass, window)
+        seen = common.check_named(model, chosen)
+        ids, _ = _ids(model, data)
+        windows_of(ids, windows, window)
+        if seen is not None:
+            check_lengths(seen, window)
         loaded = common.load(model, dtype, device)
-        ids, _ = _ids(model, text)
-        with common.quiet_stdout(), _progress("calibrating") as progress:
+        notes.note(f"calibrating {model} ...")
+        with common.quiet_stdout(), _progress("calibrating") as bar:
             found = run(
                 loaded, ids, target_mass, windows=windows, window=window, prompt=max(1, window // 4),
-                progress=progress, capture_loop=capture_loop, keep_first=keep_first, keep_last=keep_last,
+                progress=bar.update, **chosen,
             )  # fmt: skip
         found.save(out)
         if as_json:
@@ -180,7 +206,7 @@ def calibrate(
             _show_calibration(found, out)
         return common.OK
 
-    common.run_command(body, as_json=as_json, debug=debug)
+    common.run_command(body, command=calibrate, as_json=as_json, debug=debug, quiet=quiet)
 
 
 def _show_calibration(found: Any, out: Path) -> None:
@@ -197,17 +223,28 @@ def _show_calibration(found: Any, out: Path) -> None:
     console.print(f"wrote {out}; use it: sparse_compile(model, key_retention='auto', calibration='{out}')")
 
 
-def _ids(name: str, text: str | None) -> tuple[Tensor, bool]:
-    """Token ids of the text, and whether they are its bytes as the synthetic tasks have them."""
+def read_text(path: str | None) -> bytes:
+    """The bytes of a file, or the packaged held-out text. Raises ArgumentError for a file that cannot be read."""
+    from sparse_compile.quality.text import held_out_text
+
+    if path is None:
+        return held_out_text()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        remedy = "pass the path of a text file, or leave text out for the packaged text"
+        raise ArgumentError("text", path, f"cannot be read: {error.strerror}", remedy) from None
+
+
+def _ids(name: str, data: bytes) -> tuple[Tensor, bool]:
+    """Token ids of a text, and whether they are its bytes as the synthetic tasks have them."""
     import torch
 
     from sparse_compile.models import load_tokenizer
     from sparse_compile.quality.tasks import to_ids
-    from sparse_compile.quality.text import held_out_text
 
     with common.quiet_stdout():
         tokenizer = load_tokenizer(name)
-    data = held_out_text() if text is None else Path(text).read_bytes()
     probe = "ab=42;"
     if tokenizer(probe)["input_ids"] == to_ids(probe.encode()).tolist():
         return to_ids(data), True
@@ -228,17 +265,5 @@ def _loops(text: str | None) -> list[int]:
         ) from None
 
 
-@contextmanager
-def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for (done, total) that shows a bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(verb), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(verb)
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield advance
+def _progress(verb: str) -> WorkProgress:
+    return WorkProgress(0, notes.progress_mode(), verb=verb, unit="steps")

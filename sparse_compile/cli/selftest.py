@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparse_compile.cli import common
+from sparse_compile.cli import common, notes
 
 if TYPE_CHECKING:
     from sparse_compile.selftest import Outcome
@@ -59,6 +59,7 @@ def selftest(
     device: common.Device = "auto",
     no_validate: common.NoValidate = False,
     as_json: common.Json = False,
+    quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Decode prompts ordinarily, in blocks and in pipelines, one by one and in batches, and compare the tokens.
@@ -81,16 +82,18 @@ def selftest(
         "branch_scale": branch_scale,
     }
     common.run_command(
-        lambda: _selftest(model, dtype, device, options, settings, as_json), as_json=as_json, debug=debug
+        lambda: _selftest(model, dtype, device, options, settings, as_json),
+        command=selftest,
+        as_json=as_json,
+        debug=debug,
+        quiet=quiet,
     )
 
 
 def _selftest(
     name: str, dtype: str, device: str, options: dict[str, Any], settings: dict[str, Any], as_json: bool
 ) -> int:
-    from sparse_compile.config import SparseConfig
-
-    SparseConfig.from_options(**options)
+    _check_before_loading(name, options, settings)
     with common.quiet_stdout():
         from sparse_compile.api import sparse_compile
         from sparse_compile.selftest import SelfTest, make_prompts
@@ -99,16 +102,28 @@ def _selftest(
         longest = _longest(model, settings)
         prompts = make_prompts(tokenizer, settings["prompts"], longest)
         options["max_context"] = longest + settings["new_tokens"]
-        common.note(f"compiling {name} ...")
+        notes.note(f"compiling {name} ...")
         compiled = sparse_compile(model, **options, progress=False)
         modes = _modes(compiled, *settings["drafts"])
         _check(compiled, modes, settings["batches"][-1])
         test = SelfTest(
             compiled, prompts, modes, settings["batches"], settings["repeats"], settings["new_tokens"]
         )
-        outcome = test.run(common.note)
+        outcome = test.run(notes.note)
     _show(name, str(model.dtype), options["deterministic"], outcome, as_json)
     return common.OK if outcome.ok else common.DIFFERENCES
+
+
+def _check_before_loading(name: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise ArgumentError for what the model's configuration says against the options."""
+    from sparse_compile.limits import check_positions
+    from sparse_compile.speculation import SpeculationConfig
+
+    loops, rows = settings["drafts"]
+    asked = SpeculationConfig("block", draft_loops=loops, num_draft_tokens=rows)
+    seen = common.check_named(name, {**options, "speculation": asked})
+    if seen is not None:
+        check_positions(seen, settings["longest"] or 1, settings["new_tokens"])
 
 
 def _load(name: str, dtype: str, device: str, branch_scale: float | None) -> tuple[Any, Any]:
@@ -126,8 +141,7 @@ def _load(name: str, dtype: str, device: str, branch_scale: float | None) -> tup
         return common.load(name, dtype, device), load_tokenizer(name)
     import torch
 
-    place = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    with torch.device(place):
+    with torch.device(common.place(device)):
         model = random_model(preset_config(name), resolve_dtype(dtype) or torch.float32)
     if branch_scale is not None:
         Branches(model).scale(branch_scale)
@@ -151,7 +165,7 @@ def _modes(compiled: Any, loops: int, rows: int) -> dict[str, Any]:
     from sparse_compile.speculation import SpeculationConfig
 
     if compiled.program.roll is None:
-        common.note(
+        notes.note(
             f"no blocks and no pipelines: the model's loop is not rolled, {compiled.program.roll_reason}"
         )
         return {"ordinary": False}

@@ -17,6 +17,7 @@ from .presets import (
     tiny_config,
     tiny_model,
 )
+from .sources import UnknownModelError, load_config
 from .tokenizer import ByteTokenizer, tiny_tokenizer
 
 register()
@@ -31,10 +32,12 @@ __all__ = [
     "OuroConfig",
     "OuroForCausalLM",
     "OuroModel",
+    "UnknownModelError",
     "check_checkpoint",
     "demo_folder",
     "exit_distribution",
     "exit_loop",
+    "load_config",
     "load_model",
     "load_ouro",
     "load_tokenizer",

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .loading import TINY_PREFIX, CheckpointError, load_model, load_with_info, source_options
+from .loading import CheckpointError, load_model, load_with_info
 from .rotary_check import BufferCheck, check_rotary_buffers
+from .sources import TINY_PREFIX, source_options
 
 _FILE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 
@@ -199,7 +200,7 @@ def _file_tensors(checkpoint: str | Path, where: dict[str, Any]) -> Iterator[tup
 
 def _checkpoint_files(checkpoint: str | Path, where: dict[str, Any]) -> list[str]:
     """Paths of the safetensors files of a folder or a hub id, sharded or not."""
-    name, options = source_options(checkpoint)
+    name, options = source_options(checkpoint, **where)
 
     def find(file: str) -> str | None:
         return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **{**where, **options})

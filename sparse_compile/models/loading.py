@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sparse_compile.errors import ArgumentError
+
 from .ouro import OuroConfig, OuroForCausalLM, OuroModel
-from .presets import DEMO, demo_folder, tiny_model
+from .presets import tiny_model
+from .sources import TINY_PREFIX, UnknownModelError, naming, source_options
 from .tokenizer import ByteTokenizer, ByteTokenizerOwner, tiny_tokenizer
 
-TINY_PREFIX = "tiny:"
 _LISTED = 8  # tensor names that an error message spells out
 
 
@@ -43,34 +44,15 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     own).
 
     Raises:
-        ValueError: for a name that is no floating point dtype.
+        ArgumentError: for a name that is no floating point dtype.
     """
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"dtype must be 'auto' or a floating point dtype such as 'float32' or 'bfloat16', got {dtype!r}"
-        )
+        limit = "must be 'auto' or a floating point dtype such as 'float32' or 'bfloat16'"
+        raise ArgumentError("dtype", dtype, limit, "pass for example dtype='bfloat16'")
     return found
-
-
-def source_options(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
-    """(name for transformers, options): a local folder is never looked up on the network, and "demo" is a folder of
-    this package.
-
-    Raises:
-        FileNotFoundError: for what is written like a path (starting with "/", "." or "~") and is no folder; for "demo"
-            without its weights.
-    """
-    if name_or_path == DEMO:
-        return str(demo_folder()), {"local_files_only": True}
-    name = os.path.expanduser(os.fspath(name_or_path))
-    if os.path.isdir(name):
-        return name, {"local_files_only": True}
-    if isinstance(name_or_path, Path) or os.path.isabs(name) or str(name_or_path).startswith((".", "~")):
-        raise FileNotFoundError(f"no model folder at {name!r}")
-    return name, {}
 
 
 def load_with_info(
@@ -78,17 +60,20 @@ def load_with_info(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """(model, transformers' loading report), without judging the report. Safetensors only."""
     register()
-    name, found = source_options(name_or_path)
     wanted = resolve_dtype(dtype) or "auto"
+    name, found = source_options(name_or_path, **options)
     options = {"trust_remote_code": False, "use_safetensors": True, **found, **options}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=wanted,
-            ignore_mismatched_sizes=True,  # collected in the report, with everything else that is wrong
-            output_loading_info=True,
-            **options,
-        )
+        with naming(name_or_path):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=wanted,
+                ignore_mismatched_sizes=True,  # collected in the report, with everything else that is wrong
+                output_loading_info=True,
+                **options,
+            )
+    except UnknownModelError:
+        raise
     except (ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot load {name!r} as a causal language model: "
@@ -119,6 +104,7 @@ def load_model(
         CheckpointError: for missing, unexpected or mis-shaped tensors (all are listed), and for a model
             that the installed transformers cannot load.
         FileNotFoundError: for a path that is no folder.
+        UnknownModelError: for a name that is neither in this package nor a folder nor to be had from the hub.
         ValueError: for an unknown tiny model or dtype.
     """
     if isinstance(name_or_path, str) and name_or_path.startswith(TINY_PREFIX):
@@ -152,15 +138,16 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> PreTrainedTokeni
     """The tokenizer beside a model that :func:`load_model` can load, padding on the left.
 
     Raises:
-        FileNotFoundError: for a path that is no folder.
+        FileNotFoundError, UnknownModelError: as :func:`load_model`.
     """
     if isinstance(name_or_path, str) and name_or_path.startswith(TINY_PREFIX):
         return tiny_tokenizer(**options)
     register()
-    name, found = source_options(name_or_path)
-    return AutoTokenizer.from_pretrained(
-        name, **{"padding_side": "left", "trust_remote_code": False, **found, **options}
-    )
+    name, found = source_options(name_or_path, **options)
+    with naming(name_or_path):
+        return AutoTokenizer.from_pretrained(
+            name, **{"padding_side": "left", "trust_remote_code": False, **found, **options}
+        )
 
 
 def _require_complete(name: str, info: dict[str, Any]) -> None:

@@ -115,10 +115,11 @@ def demo_folder() -> Path:
         FileNotFoundError: when its weights are not there.
     """
     if not (DEMO_FOLDER / "model.safetensors").exists():
+        folder = f"; for the folder of this name here write ./{DEMO}" if Path(DEMO).is_dir() else ""
         raise FileNotFoundError(
             f"the weights of the model {DEMO!r} are not in this installation: no {DEMO_FOLDER / 'model.safetensors'}. "
             "Train them with `python -m benchmarks.train_demo` from a clone, or take 'tiny:ouro', which has random "
-            "weights. (A folder of this name: './demo'.)"
+            f"weights{folder}"
         )
     return DEMO_FOLDER
 

@@ -16,7 +16,7 @@ from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.errors import ArgumentError
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
-from sparse_compile.quality.measure import OPTIONS, capturing_layers, check_lengths, windows_of
+from sparse_compile.quality.measure import OPTIONS, capturing_layers, check_lengths, check_window, windows_of
 
 if TYPE_CHECKING:
     from sparse_compile.passes.program import Site
@@ -48,9 +48,7 @@ def calibrate(
 
     Raises ArgumentError for a target outside (0, 1] or a model in which nothing captures, ValueError for a short text.
     """
-    if not 0 < target_mass <= 1:
-        limit = "must be a number greater than 0 and at most 1"
-        raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
+    check_settings(target_mass, window)
     check_lengths(model, window)
     ids = windows_of(text, windows, window)
     chosen = {"capture_loop": capture_loop, "keep_first": keep_first, "keep_last": keep_last}
@@ -82,6 +80,14 @@ def calibrate(
         tokens=windows * (window - prompt - 1),
         layers=_with_dense(compiled.program.sites, dict(zip(layers, curves, strict=True)), target_mass),
     )
+
+
+def check_settings(target_mass: float, window: int) -> None:
+    """Raises ArgumentError for a target outside (0, 1], and for windows in which nothing would be decoded."""
+    if not 0 < target_mass <= 1:
+        limit = "must be a number greater than 0 and at most 1"
+        raise ArgumentError("target_mass", target_mass, limit, "pass for example target_mass=0.95")
+    check_window(window)
 
 
 def _means(forced: Forced) -> list[float]:

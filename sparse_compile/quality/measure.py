@@ -30,6 +30,13 @@ LOW = 0.05  # the percentile of retained mass that is reported beside its mean
 Done = Callable[[int], object]
 
 
+def check_window(window: int) -> None:
+    """Raises ArgumentError for windows in which nothing could be decoded."""
+    if window < 3:
+        limit = "must be at least 3 tokens: a prompt, one to decode, and the one that follows"
+        raise ArgumentError("window", window, limit, "pass for example window=2048")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What is measured, the same for every compiled model.
@@ -58,9 +65,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 3:
-            limit = "must be at least 3 tokens: a prompt, one to decode, and the one that follows"
-            raise ArgumentError("window", self.window, limit, "pass for example window=2048")
+        check_window(self.window)
         for name, value in vars(self).items():
             if isinstance(value, bool):
                 continue

@@ -46,10 +46,9 @@ SUBSET_SWEEP = Sweep(retentions=("0.1", "1.0"), capture_loops=(1,))
 """What goes with the settings of the same name."""
 
 
-def check_sweep(sweep: Sweep) -> None:
-    """Raises ArgumentError for options that cannot be."""
-    for retention, capture_loop in sweep.points:
-        SparseConfig.from_options(**_options(sweep, retention, capture_loop))
+def point_options(sweep: Sweep) -> list[dict[str, Any]]:
+    """Options of `sparse_compile` at each point of the sweep."""
+    return [_options(sweep, retention, capture_loop) for retention, capture_loop in sweep.points]
 
 
 def check_points(compiled: CompiledModel, sweep: Sweep) -> None:

@@ -30,9 +30,11 @@ COLUMNS = {
 def render(result: dict[str, Any]) -> Group:
     """Tables for the sweep, the tasks and the drafts."""
     settings = result["settings"]
+    place = "CPU" if result["gpu"].startswith("none") else result["gpu"]
+    windows = f"{settings['windows']} window{'s' if settings['windows'] > 1 else ''}"
     title = (
-        f"{result['model']}, {result['parameters']:,} parameters, {result['dtype']}, {result['gpu']}: "
-        f"{settings['windows']} windows of {settings['window']} tokens, the first {settings['prompt']} dense"
+        f"{result['model']}, {result['parameters']:,} parameters, {result['dtype']}, {place}: "
+        f"{windows} of {settings['window']} tokens, the first {settings['prompt']} dense"
     )
     parts: list[Any] = [Text(title, style="bold"), _sweep_table(result)]
     if result["dense"]["tasks"]:
