@@ -39,6 +39,15 @@ def one_pass_reductions() -> Iterator[None]:
         yield
 
 
+def untimed() -> dict[str, Any]:
+    """Options with which Inductor chooses nothing by how fast it was that decides in which order a sum is added, where
+    it has them: a graph that is compiled twice has the same bits.
+    """
+    from torch._inductor import config
+
+    return {"deterministic": True} if hasattr(config, "deterministic") else {}
+
+
 @cache
 def _choices() -> Any:
     from torch._inductor.choices import InductorChoices

@@ -14,7 +14,7 @@ and a compiler fuses what surrounds them. Results are rounded once where the ope
 What cannot be replaced is left as it is, and `why_not` says why. With `fixed` the ops are asked for bits per row that
 do not depend on the number of rows.
 
-Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached_products.py`). Nothing is
+Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached.py`). Nothing is
 moved past a node that writes in place.
 """
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..kernels.skinny import MAX_ROWS
-from ..passes.inductor import early_start, one_pass_reductions
+from ..passes.inductor import early_start, one_pass_reductions, untimed
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
 
@@ -114,5 +114,5 @@ class PieceCompiler:
         if dynamic:
             for at in code.row_inputs:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
-        options = early_start(arguments[0].device, module.graph) if arguments else {}
+        options = untimed() | (early_start(arguments[0].device, module.graph) if arguments else {})
         return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)

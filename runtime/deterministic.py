@@ -17,15 +17,13 @@ import torch
 from torch import fx
 
 from ..passes.graph import is_call
+from ..passes.inductor import untimed
 from ..passes.pieces import Code
 from .compiler import MANY, SYMBOLIC, PieceCompiler, Run
 from .options import FIXED_ROWS
 
 # Sizes of what graphs are compiled for: Inductor chooses by them in which order the sums of a row are added.
 _EXAMPLE_ROWS = {SYMBOLIC: 16, MANY: 1024}
-_SETTINGS = (
-    "deterministic",
-)  # of Inductor, where this version has them: nothing is chosen by how fast it was
 _OTHER_PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "convolution", "_scaled_mm")
@@ -145,9 +143,7 @@ class _Once:
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {name: True for name in _SETTINGS if hasattr(config, name)}
-    made: Any = compile_fx(graph, inputs, config_patches=patches)
+    made: Any = compile_fx(graph, inputs, config_patches=untimed())
     return cast("Callable[..., object]", made)

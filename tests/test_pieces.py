@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,24 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
     for rows in (3, 1, 2):
         compiled.generate(prompts[:rows], max_new_tokens=6, progress=False)
     assert (compiler.compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]) == before
+
+
+def test_no_sum_of_a_piece_is_ordered_by_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines would have other bits, and one alone in each process."""
+    from torch._inductor import compile_fx
+
+    seen, compile_graph = [], compile_fx.compile_fx
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(dict(kwargs.get("config_patches") or {}))
+        return compile_graph(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", noted)
+    stage = toy_compile(Toy()).variants["dense"].stages[0]
+    call = next(call for call in Cutter().cut(stage).calls if isinstance(call, PieceCall))
+    torch._dynamo.reset()
+    PieceCompiler(enabled=True)(call.code, [*(torch.tensor([[1], [2]]) for _ in call.inputs), *call.weights])
+    assert seen[0]["deterministic"]
 
 
 def test_without_inductor_pieces_run_as_they_are() -> None:
