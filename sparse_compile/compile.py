@@ -14,7 +14,7 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.determinism import check_deterministic, check_rows, make_compiler, settle_deterministic
 from sparse_compile.errors import ArgumentError
-from sparse_compile.freshness import refuse_autocast
+from sparse_compile.freshness import refuse_autocast, warn_of_hooks
 from sparse_compile.kernels.dispatch import resolve, triton_obstacle
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
@@ -73,7 +73,9 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
         engines.check_memory(config.max_batch or 1, config.max_context)
     if config.validate:
         validate_program(model, engines)
-    return CompiledModel(model, config, program, engines)
+    compiled = CompiledModel(model, config, program, engines)
+    warn_of_hooks(compiled.traced_hooks)
+    return compiled
 
 
 def check_calibration(config: SparseConfig, model: PreTrainedModel) -> None:
