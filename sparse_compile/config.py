@@ -91,7 +91,8 @@ class SparseConfig:
         where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.
     cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
-    progress: True shows progress of long work on stderr, None only on a terminal, False never.
+    progress: True shows progress of long work (compiling, generating, warming up) on stderr, None only on a terminal,
+        False never.
     """
 
     key_retention: Number | Sequence[Number] = 0.1

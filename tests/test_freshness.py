@@ -198,7 +198,9 @@ def test_a_hook_after_compiling_is_refused_and_its_removal_followed() -> None:
         compiled.warmup,
         compiled.validate,
     ):
-        with pytest.raises(StaleModelError, match=r"forward hooks of model\.layers\.1 were none and are halve"):
+        with pytest.raises(
+            StaleModelError, match=r"forward hooks of model\.layers\.1 were none and are halve"
+        ):
             call()
     handle.remove()
     assert torch.equal(compiled.generate(PROMPT, max_new_tokens=4), own)

@@ -69,7 +69,7 @@ def _check_program(model: str, dtype: str, device: str) -> dict[str, Any]:
     """Compile at full retention, where every decoding step must be the model's own, and compare."""
     from sparse_compile.errors import ValidationError
 
-    options = {"key_retention": 1, "validate": False, "progress": False}
+    options = {"key_retention": 1, "validate": False, "progress": None}
     compiled = common.compile_named(model, dtype, device, options)
     try:
         with common.quiet_stdout():

@@ -114,7 +114,7 @@ def _inspect(
         raise ValueError(f"--graph {graph}: must be one of before, after, body")
     if contexts and min(contexts) < 1:
         raise ValueError(f"--context {min(contexts)}: must be at least 1; pass for example --context 8192")
-    compiled = common.compile_named(model, dtype, device, options)
+    compiled = common.compile_named(model, dtype, device, {**options, "progress": None})
     text = compiled.program.graph_text(graph) if graph is not None else None
     report = compiled.report(tuple(contexts)) if contexts else compiled.report()
     if as_json:
