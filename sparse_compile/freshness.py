@@ -113,9 +113,8 @@ def _forwards(model: torch.nn.Module) -> Iterator[tuple[str, tuple[_Same, bool]]
     of_classes: dict[type, _Same] = {}
     for path, module in model.named_modules():
         own, kind = module.__dict__.get("forward"), type(module)
-        if (
-            kind not in of_classes
-        ):  # as it lies in the class: looking it up may make another object every time
+        if kind not in of_classes:
+            # As it lies in the class: looking it up may make another object every time.
             tables = (base.__dict__ for base in kind.__mro__)
             of_classes[kind] = _Same(next((one["forward"] for one in tables if "forward" in one), None))
         found = of_classes[kind] if own is None else _Same(own)
@@ -128,14 +127,14 @@ def _hooks(model: torch.nn.Module) -> Iterator[tuple[str, tuple[_Hook, ...]]]:
     transformers' hooks for output_hidden_states are left out: they come with the first call that asks for them, stay,
     and change nothing.
     """
-    everywhere = (
+    yield from _named_hooks(
+        "all modules",
         global_hooks._global_forward_pre_hooks,
         {},
         global_hooks._global_forward_hooks,
         global_hooks._global_forward_hooks_with_kwargs,
         global_hooks._global_forward_hooks_always_called,
     )
-    yield from _named_hooks("all modules", *everywhere)
     for path, module in model.named_modules():
         if module._forward_pre_hooks or module._forward_hooks:
             yield from _named_hooks(
