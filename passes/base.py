@@ -75,6 +75,10 @@ class Compilation:
     variants: dict[str, Variant] = field(default_factory=dict)
 
 
+def ignore(step: str) -> None:
+    """Nobody watches."""
+
+
 class Pass(ABC):
     """One transformation. `run` returns what it did as counters; `ensure` raises if its promise does not hold."""
 
@@ -92,15 +96,17 @@ class PassManager:
     """Runs passes in order over one compilation.
 
     After each of them the graph is linted, the pass's own promise checked, and `check` asked, which knows what must
-    hold of any program however far it is built.
+    hold of any program however far it is built. `begin` is told the name of each pass before it runs.
     """
 
     passes: tuple[Pass, ...]
     check: Callable[[Compilation], None]
+    begin: Callable[[str], None] = ignore
 
     def run(self, compilation: Compilation) -> tuple[PassRecord, ...]:
         records: list[PassRecord] = []
         for number, step in enumerate(self.passes):
+            self.begin(step.name)
             self._dump(compilation, number, step.name, "before")
             start = time.perf_counter()
             try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
-from .base import Compilation, Options, PassManager
+from .base import Compilation, Options, PassManager, ignore
 from .canonicalize import Canonicalize
 from .grammar import Grammar, check_grammar
 from .merge_linears import MergeLinears
@@ -19,8 +21,11 @@ from .weights import named_tensors
 PASSES = (Canonicalize(), LabelSites(), Schedule(), MergeLinears(), RollLoop(), Rewrite(), Grammar())
 
 
-def build_program(model: nn.Module, options: Options) -> Program:
-    """Trace `model` and rewrite it by `options`.
+STEPS = ("trace", *(step.name for step in PASSES))
+
+
+def build_program(model: nn.Module, options: Options, begin: Callable[[str], None] = ignore) -> Program:
+    """Trace `model` and rewrite it by `options`. begin: told each of STEPS before it runs.
 
     Raises:
         UnsupportedModel: the model cannot be compiled; the message is one sentence that names the module.
@@ -29,11 +34,12 @@ def build_program(model: nn.Module, options: Options) -> Program:
     """
     import time
 
+    begin("trace")
     start = time.perf_counter()
     graph = trace(model)
     traced = PassRecord("trace", time.perf_counter() - start, {"nodes": len(graph.graph.nodes)})
     compilation = Compilation(graph, options, tensors=named_tensors(model))
-    records = PassManager(PASSES, check_grammar).run(compilation)
+    records = PassManager(PASSES, check_grammar, begin).run(compilation)
     return Program(
         sites=compilation.sites,
         traced=compilation.graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,16 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig, warn_of_last_loop
 from sparse_compile.determinism import check_deterministic, check_rows, make_compiler, settle_deterministic
 from sparse_compile.errors import ArgumentError
-from sparse_compile.freshness import refuse_autocast
+from sparse_compile.freshness import refuse_autocast, warn_of_hooks
 from sparse_compile.kernels.dispatch import resolve, triton_obstacle
 from sparse_compile.limits import check_context
 from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
-from sparse_compile.passes.pipeline import build_program
+from sparse_compile.passes.pipeline import STEPS, build_program
 from sparse_compile.passes.probe import vocabulary_size
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.trace import check_model
+from sparse_compile.progress import WorkProgress
 from sparse_compile.runtime.budget import PoolSizes
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.executor import Executor
@@ -43,6 +45,8 @@ DUMP_VARIABLE = "SPARSE_COMPILE_DUMP"
 def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel:
     """Trace `model`, rewrite its attention by loop depth, and check the result against the model's own tokens.
 
+    By the option `progress` it shows its steps on stderr: the trace, each pass, and the validation.
+
     Raises:
         UnsupportedModel: the model cannot be compiled; one sentence that names the module.
         ArgumentError: an option that does not fit this model or this machine.
@@ -57,8 +61,19 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     check_calibration(config, model)
     if config.validate:
         check_rotary(model)
+    steps = len(STEPS) + config.validate
+    with WorkProgress(steps, config.progress, verb="compiling", unit="steps") as bar:
+        compiled = _compile(model, asked, config, bar.begin)
+    warn_of_hooks(compiled.traced_hooks)
+    return compiled
+
+
+def _compile(
+    model: PreTrainedModel, asked: SparseConfig, config: SparseConfig, begin: Callable[[str], None]
+) -> CompiledModel:
+    """What takes time of `compile_model`. asked: the options as they were given; begin: told each step."""
     try:
-        program = build_program(model, pass_options(config, model.device))
+        program = build_program(model, pass_options(config, model.device), begin)
     except OptionError as error:
         raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
@@ -72,6 +87,7 @@ def compile_model(model: PreTrainedModel, config: SparseConfig) -> CompiledModel
     if config.max_context is not None:
         engines.check_memory(config.max_batch or 1, config.max_context)
     if config.validate:
+        begin("validation")
         validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
 

@@ -101,7 +101,7 @@ class CompiledModel:
         Returns int64 [B, N + new] on the input's device, rows in input order, padded on the right where a row
         ended early; or a `GenerateOutput` with return_dict_in_generate=True. Raises ValueError naming any
         argument that is not supported, before any work is done, and StaleModelError when the model has other
-        tensors, modules or settings than when it was compiled (new values in the same tensors are fine).
+        tensors, modules, hooks or settings than when it was compiled (new values in the same tensors are fine).
         """
         if progress is None:  # a streamer shows the progress already, and a bar would run through its text
             progress = self.sparse_config.progress if streamer is None else False
@@ -219,6 +219,13 @@ class CompiledModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The plain model's forward, unchanged."""
         return self.model.forward(*args, **kwargs)
+
+    @property
+    def traced_hooks(self) -> tuple[str, ...]:
+        """The forward hooks and replaced forwards that the model had when it was compiled, in words. What they did to
+        tensors is in the program, which calls none of them.
+        """
+        return self._state.traced
 
     @property
     def config(self) -> Any:

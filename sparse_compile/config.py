@@ -91,7 +91,8 @@ class SparseConfig:
         where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.
     cuda_graphs: replay decode steps from CUDA graphs; None = on CUDA. The tokens are the same bits either way.
     validate: compare the compiled program with the model's own forward before it is returned.
-    progress: True shows progress of long work on stderr, None only on a terminal, False never.
+    progress: True shows progress of long work (compiling, generating, warming up) on stderr, None only on a terminal,
+        False never.
     """
 
     key_retention: Number | Sequence[Number] = 0.1
@@ -304,11 +305,11 @@ def warn_of_last_loop(config: SparseConfig, loops: int) -> None:
             f"capture_loop={config.capture_loop} is the last of {loops} loops: "
             f"no loop is left to run sparse{remedy}",
             UserWarning,
-            stacklevel=_first_frame_outside(),
+            stacklevel=first_frame_outside(),
         )
 
 
-def _first_frame_outside() -> int:
+def first_frame_outside() -> int:
     """The `stacklevel` for a warning by the caller that shows the line of the user, not one of this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparse_compile."):

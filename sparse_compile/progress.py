@@ -22,6 +22,7 @@ class WorkProgress:
 
     mode: True shows a bar on a terminal and otherwise a line now and then, None only a bar on a terminal,
     False nothing. A callable replaces all that: it is called with (done, total) after each token.
+    Work whose units have names, and take long, says `begin(name)` instead of `advance()`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class WorkProgress:
         self._next_line = time.monotonic() + quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._begun = False
 
     def __enter__(self) -> WorkProgress:
         return self
@@ -46,8 +48,24 @@ class WorkProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._begun and kind is None:
+            self.advance()
         if self._bar is not None:
             self._bar.stop()
+
+    def begin(self, step: str) -> None:
+        """The unit `step` begins, and ends with the next one or with the block. On a terminal the bar names it, at
+        once: the first unit may be the longest.
+        """
+        if self._begun:
+            self.advance()
+        self._begun = True
+        if self._shown and self._terminal:
+            if self._bar is None:
+                self._open_bar()
+            assert self._bar is not None
+            assert self._task is not None
+            self._bar.update(self._task, description=f"{self.verb}: {step}")
 
     def advance(self, skipped: int = 0) -> None:
         """One unit more; `skipped` of them will not come, because the row has ended."""
@@ -75,7 +93,7 @@ class WorkProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
-            TextColumn(self.verb),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn(self.unit),

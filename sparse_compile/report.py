@@ -91,6 +91,8 @@ class Report:
         that is off. not_skinny: those that cannot, with the reason.
     quantised: weights that are no plain tensors, by the name of their class: how many ("weights"), their "bytes", and
         whether steps with such weights were "measured"; they run as they compute themselves.
+    hooks: forward hooks and replaced forwards that the model had while it was compiled, in words. What they did to
+        tensors is in the program; what else they do happened while compiling only.
     speculation: how the model drafts for itself, empty when it does not: "mode", "draft_loops", "rows" of a request at
         once, "asynchronous", and "synchronous_for", the requests whose rounds are read at once all the same.
     budget: what the present engine, or max_batch and max_context, need: "batch", "context", and bytes by name; empty
@@ -112,6 +114,7 @@ class Report:
     skinny: int | None
     not_skinny: tuple[tuple[str, str], ...]
     quantised: dict[str, dict[str, Any]]
+    hooks: tuple[str, ...]
     retention: dict[str, Any]
     dense_below: int
     implementation: str
@@ -149,6 +152,7 @@ class Report:
             "skinny_products": self.skinny,
             "not_skinny": [{"weight": weight, "reason": reason} for weight, reason in self.not_skinny],
             "quantised": self.quantised,
+            "hooks": list(self.hooks),
             "retention": self.retention,
             "dense_below": self.dense_below,
             "implementation": self.implementation,
@@ -185,6 +189,7 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         skinny=skinny,
         not_skinny=not_skinny,
         quantised=_quantised(compiled.model),
+        hooks=compiled.traced_hooks,
         retention={
             "key_retention": float(max(config.shares)),
             "fraction": config.retention_text,

@@ -23,7 +23,8 @@ def render(report: Report) -> Group:
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
-    parts += [_roll(report), *_linears(report), *_quantised(report), _passes(report), _implementation(report)]
+    parts += [_roll(report), *_linears(report), *_quantised(report), *_hooks(report)]
+    parts += [_passes(report), _implementation(report)]
     if report.speculation:
         parts.append(_speculation(report.speculation))
     if report.budget:
@@ -145,6 +146,12 @@ def _quantised(report: Report) -> list[Text]:
             f"themselves; steps with them are {'measured' if one['measured'] else 'not measured'}"
         )
         for kind, one in report.quantised.items()
+    ]
+
+
+def _hooks(report: Report) -> list[Text]:
+    return [
+        Text(f"ran while compiling only, beside what it did to tensors: {words}") for words in report.hooks
     ]
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import sparse_compile.backend as backend
+from sparse_compile.backend.inspection import inspect_model
 from sparse_compile.kernels.retention import Retention
+from sparse_compile.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -386,6 +388,44 @@ def test_prefill_stays_dense() -> None:
     assert report is not None
     assert not report.rewritten
     assert all("several queries" in one.reason for one in report.left)
+
+
+def test_every_graph_says_why_it_was_compiled() -> None:
+    """The guards of two compilations fail for a third shape: the latest counts. Another function begins anew."""
+
+    def double(x: torch.Tensor, times: int) -> torch.Tensor:
+        return x * 2 + times
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x - 1
+
+    options = {"inductor": False, "on_unmatched": "ignore"}
+    compiled = torch.compile(double, backend="sparse_compile", options=options, dynamic=False)
+    compiled(torch.ones(2, 3), 1)
+    compiled(torch.ones(2, 3), 1)
+    compiled(torch.ones(2, 3, dtype=torch.float64), 1)
+    compiled(torch.ones(2, 3, dtype=torch.float64), 5)
+    torch.compile(other, backend="sparse_compile", options=options)(torch.ones(2))
+    causes = [report.cause for report in backend.reports()]
+    assert causes[0] == causes[3] == "first call of this function"
+    assert re.fullmatch(r"failed guard tensor 'x' dtype mismatch\..*Double.*", causes[1])
+    assert re.fullmatch(r"failed guard times == 1.*", causes[2])
+    assert len(causes) == 4
+    assert all("\n" not in cause for cause in causes)
+    for report in backend.reports():
+        assert report.headline().endswith(f"\n  cause: {report.cause}")
+        assert report.to_dict()["cause"] == report.cause
+
+
+def test_graphs_of_the_same_calls_are_told_once() -> None:
+    """Dory's window is passed while decoding, for which Dynamo compiles the same graph again."""
+    seen = inspect_model(tiny_model("dory"), {})
+    lines = seen.text().splitlines()
+    assert len(seen.reports) > 1
+    number = seen.reports[0].number
+    assert lines.count(f"  its calls: as in graph {number}") == len(seen.reports) - 1
+    assert sum("model.layers.2.self_attn@1: capture" in line for line in lines) == 1
+    assert sum("cause: failed guard" in line and "cumulative_length" in line for line in lines) >= 1
 
 
 def test_a_graph_break_is_reported_with_its_line() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 from sparse_compile import StaleModelError, sparse_compile
 from sparse_compile.freshness import ModelState
@@ -75,6 +77,169 @@ def test_a_changed_model_is_refused(change: Callable[[Any], None], words: str) -
         assert "compile it again" in str(caught.value)
 
 
+def halve(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * -0.5
+
+
+def keep(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+    """A hook of any kind that does nothing."""
+
+
+def patch_forward(model: Any) -> None:
+    layer, own = model.model.layers[1], model.model.layers[1].forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * -0.5
+
+
+def rewrap(model: Any) -> None:
+    """Another hook of the same name in the place of the first."""
+    model.first.remove()
+    model.model.layers[0].register_forward_hook(hook_named_alike())
+
+
+def with_kwargs(model: Any) -> None:
+    """The same hook, given more."""
+    model.first.remove()
+    model.model.layers[0].register_forward_hook(model.hook, with_kwargs=True)
+
+
+def hook_named_alike() -> Callable[..., None]:
+    def alike(*args: Any) -> None:
+        pass
+
+    return alike
+
+
+class OtherMLP(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda m: m.model.layers[1].register_forward_hook(halve),
+            f"forward hooks of {LAYER} were none and are halve",
+        ),
+        (
+            lambda m: m.register_forward_pre_hook(keep),
+            "the forward pre-hooks of the model were none and are keep",
+        ),
+        (
+            lambda m: m.model.layers[1].mlp.register_forward_hook(keep, with_kwargs=True),
+            rf"hooks of {LAYER}\.mlp were",
+        ),
+        (
+            lambda m: m.model.layers[1].register_forward_hook(keep, always_call=True),
+            f"hooks of {LAYER} were none",
+        ),
+        (
+            lambda m: m.first.remove(),
+            r"hooks of model\.layers\.0 were .*alike, .*alike and are .*alike; compile",
+        ),
+        (rewrap, r"hooks of model\.layers\.0 were .*alike, .*alike and are .*alike, .*alike; compile"),
+        (with_kwargs, r"hooks of model\.layers\.0 were .*alike, .*alike and are .*alike, .*alike; compile"),
+        (
+            patch_forward,
+            rf"the forward of {LAYER} was \w+\.forward and is patch_forward\.<locals>\.<lambda>; compile",
+        ),
+        (
+            lambda m: setattr(m.model.layers[1].mlp, "__class__", OtherMLP),
+            r"mlp was OuroMLP\.forward and is OtherMLP",
+        ),
+    ],
+)
+def test_hooks_and_forwards_that_change_are_refused(change: Callable[[Any], Any], words: str) -> None:
+    model: Any = tiny_model("ouro")
+    model.hook = hook_named_alike()
+    model.first = model.model.layers[0].register_forward_hook(model.hook)
+    model.model.layers[0].register_forward_hook(hook_named_alike())
+    state = ModelState(model)
+    state.check()
+    change(model)
+    with pytest.raises(StaleModelError, match=words):
+        state.check()
+
+
+@pytest.mark.parametrize(
+    "register", [modules.register_module_forward_hook, modules.register_module_forward_pre_hook]
+)
+def test_hooks_of_all_modules_are_refused_while_they_are_there(register: Callable[..., Any]) -> None:
+    state = ModelState(tiny_model("ouro"))
+    handle = register(keep)
+    try:
+        with pytest.raises(StaleModelError, match=r"of all modules were none and are keep; compile it again"):
+            state.check()
+    finally:
+        handle.remove()
+    state.check()
+
+
+def test_a_forward_exchanged_in_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("ouro")
+    state, kind = ModelState(model), type(model.model.layers[0].mlp)
+    monkeypatch.setattr(kind, "forward", OtherMLP.forward)
+    with pytest.raises(StaleModelError, match=r"mlp was OuroMLP\.forward and is OtherMLP\.forward"):
+        state.check()
+
+
+def test_a_hook_after_compiling_is_refused_and_its_removal_followed() -> None:
+    model = tiny_model("ouro", num_hidden_layers=2, total_ut_steps=3)
+    compiled = sparse_compile(model, key_retention=1)
+    own = compiled.generate(PROMPT, max_new_tokens=4)
+    handle = model.model.layers[1].register_forward_hook(halve)
+    for call in (
+        lambda: compiled.generate(PROMPT, max_new_tokens=4),
+        lambda: compiled.stream(PROMPT, max_new_tokens=4),
+        lambda: compiled.serve(1, 16),
+        compiled.warmup,
+        compiled.validate,
+    ):
+        with pytest.raises(
+            StaleModelError, match=r"forward hooks of model\.layers\.1 were none and are halve"
+        ):
+            call()
+    handle.remove()
+    assert torch.equal(compiled.generate(PROMPT, max_new_tokens=4), own)
+
+
+def test_hooks_while_compiling_are_in_the_program_and_named() -> None:
+    """What they do to tensors is followed; that they do not run again is said, when compiling and in the report."""
+    model, seen = tiny_model("ouro", num_hidden_layers=2, total_ut_steps=3), []
+    plain = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    model.model.layers[0].register_forward_hook(halve)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: seen.append(1))
+    patch_forward(model)
+    own = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    with pytest.warns(
+        UserWarning, match=r"halve among the forward hooks of model\.layers\.0; .*compiling only"
+    ) as warned:
+        compiled = sparse_compile(model, key_retention=1)
+    assert [one.filename for one in warned] == [__file__]
+    times = len(seen)
+    assert torch.equal(compiled.generate(PROMPT, max_new_tokens=8), own)
+    assert not torch.equal(own, plain)
+    assert len(seen) == times > 0
+    report = compiled.report()
+    assert [words.rpartition(" ")[2] for words in report.to_dict()["hooks"]] == [
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.1",
+    ]
+    assert report.hooks[2] == "patch_forward.<locals>.<lambda> as the forward of model.layers.1"
+
+
+def test_a_check_is_short() -> None:
+    """It is made once per call of generate: 24 layers in less than the time of a step."""
+    model = tiny_model("ouro", num_hidden_layers=24)
+    state = ModelState(model)
+    seconds = min(timeit.repeat(state.check, number=1, repeat=5))
+    assert seconds < 0.05
+
+
 def test_new_values_in_the_same_tensors_are_followed() -> None:
     model = tiny_model("ouro")
     compiled = sparse_compile(model, key_retention=1)
@@ -86,8 +251,10 @@ def test_new_values_in_the_same_tensors_are_followed() -> None:
     assert torch.equal(compiled.generate(PROMPT, max_new_tokens=12), own)
 
 
-def test_use_of_the_model_is_no_change() -> None:
-    model = tiny_model("ouro")
+@pytest.mark.parametrize("name", ["ouro", "dory"])
+def test_use_of_the_model_is_no_change(name: str) -> None:
+    """For hidden states transformers puts hooks into some models, for good."""
+    model = tiny_model(name)
     state = ModelState(model)
     model(input_ids=PROMPT, output_hidden_states=True, use_cache=True)
     model.generate(PROMPT, max_new_tokens=2, do_sample=False)

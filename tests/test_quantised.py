@@ -15,7 +15,7 @@ from sparse_compile import sparse_compile
 from sparse_compile.errors import StaleModelError
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.weights import memory, parts
-from sparse_compile.validation import float32_logits, relative_error
+from sparse_compile.validation import forward_logits, relative_error
 
 PROMPT = torch.tensor([[5, 77, 130, 9, 33, 201, 4]])
 KINDS = pytest.mark.parametrize("kind", QUANTISERS)
@@ -77,8 +77,8 @@ def test_the_float32_reference_of_quantised_weights() -> None:
     for module in plain.modules():
         if isinstance(getattr(module, "weight", None), StandIn):
             module.weight = torch.nn.Parameter(module.weight.dequantize())
-    wanted = float32_logits(plain.float(), PROMPT, tokens)
-    assert relative_error(float32_logits(model, PROMPT, tokens), wanted) < 1e-6
+    wanted = forward_logits(plain.float(), PROMPT, tokens)
+    assert relative_error(forward_logits(model, PROMPT, tokens, torch.float32), wanted) < 1e-6
 
 
 def test_the_program_reads_the_weights_own_memory() -> None:

@@ -164,6 +164,20 @@ def test_the_code_map_names_every_module() -> None:
     assert ours - modules() == set(), "modules that are gone"
 
 
+def helpers() -> set[str]:
+    """What tests and benchmarks are made of: modules that are no tests themselves, and folders."""
+    found = {file for room in ("tests", "benchmarks") for file in (ROOT / room).iterdir()}
+    named = {file for file in found if file.suffix == ".py" and file.name != "__init__.py"}
+    named = {file for file in named if not file.name.startswith("test_")}
+    folders = {file for file in found if file.is_dir() and not file.name.startswith(("__", "."))}
+    return {file.relative_to(ROOT).as_posix() + "/" * file.is_dir() for file in named | folders}
+
+
+def test_the_code_map_names_what_tests_and_benchmarks_are_made_of() -> None:
+    named = set(re.findall(r"`((?:tests|benchmarks)/[\w/.-]+)`", CODE_MAP.read_text()))
+    assert helpers() - named == set(), "without a line in docs/code_map.md"
+
+
 def test_the_pass_table_is_the_pipeline() -> None:
     """passes/README.md lists the passes that run, in their order."""
     from sparse_compile.passes import cached

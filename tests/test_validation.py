@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from sparse_compile import ArgumentError, sparse_compile
+from sparse_compile import ArgumentError, sparse_compile, validation
+from sparse_compile.compiled import CompiledModel
+from sparse_compile.errors import ValidationError
 from sparse_compile.models import tiny_model
-from sparse_compile.validation import float32_logits, relative_error
+from sparse_compile.validation import NOISE_FACTOR, TOLERANCE, forward_logits, relative_error
 
 PROMPT = torch.tensor([[5, 77, 130, 9]])
 
@@ -42,13 +48,122 @@ def test_half_precision_is_compared_with_the_model_in_float32(tied: bool) -> Non
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
     before = {name: value.clone() for name, value in model.state_dict().items()}
     prompt, tokens = PROMPT, torch.tensor([3, 4])
-    logits = float32_logits(model, prompt, tokens)
+    logits = forward_logits(model, prompt, tokens, torch.float32)
     assert logits.dtype == torch.float32
     wide = copy.deepcopy(model).float()
     own = wide(torch.cat([prompt[0], tokens])[None], use_cache=False).logits[0, 3:-1]
     torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5)
     assert 0 < sparse_compile(model).validate() < 0.3
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@cache
+def of_layers(layers: int) -> CompiledModel:
+    return sparse_compile(tiny_model("ouro", num_hidden_layers=layers), validate=False)
+
+
+DEPTHS = pytest.mark.parametrize("layers", [2, 8, 12])
+
+
+@DEPTHS
+def test_float32_may_be_as_far_off_as_the_models_own_rounding(layers: int) -> None:
+    """Four loops of 8 layers amplify the rounding of a float32 to a thousandth of the logits, whoever computes them."""
+    error = of_layers(layers).validate()
+    assert (error < 1e-4) == (layers == 2)
+    assert error < 5e-3
+
+
+@contextmanager
+def some_weights_off(compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While the program runs, half the rows of one matrix are off by 2 %. (All of them would be undone by a norm.)"""
+    weight, run = compiled.model.model.layers[1].mlp.down_proj.weight, validation.program_logits
+    right, half = weight.detach().clone(), len(weight) // 2
+
+    def wrong(*args: Any) -> torch.Tensor:
+        with torch.no_grad():
+            weight[:half].mul_(1.02)
+        try:
+            return run(*args)
+        finally:
+            with torch.no_grad():
+                weight.copy_(right)
+
+    monkeypatch.setattr(validation, "program_logits", wrong)
+    yield
+
+
+def nodes(compiled: CompiledModel) -> Iterator[torch.fx.Node]:
+    for stage in compiled.program.variants["dense"].stages:
+        yield from stage.module.graph.nodes
+
+
+@contextmanager
+def one_scale_off(compiled: CompiledModel, _: Any) -> Iterator[None]:
+    """One layer's scores are off by 10 %, in one graph."""
+    node = next(node for node in nodes(compiled) if "dense" in str(node.target))
+    right = node.kwargs
+    node.kwargs = {**right, "scale": 1.1 * right["scale"]}
+    yield
+    node.kwargs = right
+
+
+@contextmanager
+def one_residual_lost(compiled: CompiledModel, _: Any) -> Iterator[None]:
+    """One addition takes one of its operands twice."""
+    adds = (torch.ops.aten.add.Tensor, operator.add)
+    node = next(
+        node for node in nodes(compiled) if node.target in adds and isinstance(node.args[1], torch.fx.Node)
+    )
+    right = node.args
+    node.args = (right[0], right[0])
+    yield
+    node.args = right
+
+
+@DEPTHS
+@pytest.mark.parametrize("fault", [some_weights_off, one_scale_off, one_residual_lost])
+def test_a_broken_program_is_refused_at_any_depth(
+    layers: int, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        fault(of_layers(layers), monkeypatch),
+        pytest.raises(ValidationError, match=r"disagrees .* \(the model's own error against float64 is "),
+    ):
+        of_layers(layers).validate()
+
+
+def test_the_limit_is_a_multiple_of_the_models_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just below it is accepted, just above it is refused; below the dtype's limit nothing wider is computed."""
+    model = of_layers(8).model
+    prompt, tokens = PROMPT, torch.tensor([3, 4])
+    own, exact = forward_logits(model, prompt, tokens), forward_logits(model, prompt, tokens, torch.float64)
+    assert exact.dtype == torch.float64
+    noise = relative_error(own, exact)
+    limit = max(TOLERANCE[torch.float32], NOISE_FACTOR * noise)
+    for share, accepted in ((0.98, True), (1.02, False)):
+        found = validation.compare(model, prompt, tokens, own, exact * (1 + share * limit))
+        assert found.limit == pytest.approx(limit)
+        assert found.accepted is accepted
+    monkeypatch.setattr(validation, "forward_logits", None)
+    assert validation.compare(model, prompt, tokens, own, own * (1 + 5e-5)).accepted
+
+
+def test_float32_without_room_for_a_float64_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "free_memory", lambda device: 1000)
+    assert of_layers(2).validate() < 1e-4
+    with pytest.raises(
+        ValidationError, match=r"a float64 copy of .* does not fit into memory\); .*validate=False"
+    ):
+        of_layers(8).validate()
+
+
+def test_float32_of_a_model_that_cannot_run_in_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def insists(model: Any, prompt: Any, tokens: Any, dtype: Any = None) -> torch.Tensor:
+        raise RuntimeError("mat1 and mat2 must have the same dtype\nand more")
+
+    monkeypatch.setattr(validation, "forward_logits", insists)
+    with pytest.raises(ValidationError, match=r"does not run in float64: mat1 and mat2 .* same dtype\)"):
+        of_layers(8).validate()
 
 
 @pytest.mark.parametrize("positions", [2, 5, 8])

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from sparse_compile.backend.breaks import BreakLog
+from sparse_compile.backend.causes import CauseLog
 from sparse_compile.backend.frame import Frame
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.backend.report import GraphReport, Left, remember
@@ -25,6 +26,7 @@ from sparse_compile.passes.skinny import Replaced
 log = logging.getLogger("sparse_compile.backend")
 _numbers = itertools.count()
 _breaks = BreakLog()
+_causes = CauseLog()
 
 
 def sparse_compile_backend(
@@ -76,6 +78,7 @@ def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecor
         left=left,
         breaks=_breaks.new(),
         passes=passes,
+        cause=_causes.new(),
         products=made.counts,
         replaced=made.layers,
         library=library,

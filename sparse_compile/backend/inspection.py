@@ -29,6 +29,19 @@ class Inspection:
         """The first decode graph, None if there was none."""
         return next((report for report in self.reports if report.kind == "decode"), None)
 
+    def text(self) -> str:
+        """All reports; of those that say the same of their calls, the first in full."""
+        seen: dict[tuple[str, ...], int] = {}
+        parts = []
+        for report in self.reports:
+            details = tuple(report.details())
+            first = seen.setdefault(details, report.number)
+            same = first != report.number and details
+            parts.append(
+                "\n".join([report.headline(), f"  its calls: as in graph {first}"] if same else [str(report)])
+            )
+        return "\n".join(parts)
+
     def graph_text(self, which: str) -> str:
         texts = self.before if which == "before" else self.after
         return "\n".join(

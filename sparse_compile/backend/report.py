@@ -34,6 +34,7 @@ class GraphReport:
         left: the calls that were not.
         breaks: why and where Dynamo broke the function up since the graph before this one.
         passes: what each pass counted.
+        cause: why it was compiled: a first call, or the guard that failed; empty where Dynamo does not say.
         products: how often each op of few rows was put in (`skinny_products`).
         replaced: in the place of how many linear layers; gate and up are two.
         library: the linear layers of a decode graph that keep the library's product all the same.
@@ -45,6 +46,7 @@ class GraphReport:
     left: tuple[Left, ...]
     breaks: tuple[str, ...]
     passes: tuple[PassRecord, ...]
+    cause: str = ""
     products: dict[str, int] = field(default_factory=dict)
     replaced: int = 0
     library: tuple[Left, ...] = ()
@@ -67,6 +69,7 @@ class GraphReport:
         return {
             "number": self.number,
             "kind": self.kind,
+            "cause": self.cause,
             "rewritten": len(self.rewritten),
             "total": self.total,
             "counts": self.counts,
@@ -83,7 +86,16 @@ class GraphReport:
         }
 
     def __str__(self) -> str:
-        lines = [f"graph {self.number} ({self.kind}): {self.summary()}"]
+        return "\n".join([self.headline(), *self.details()])
+
+    def headline(self) -> str:
+        """The summary, and why the graph was compiled."""
+        cause = f"\n  cause: {self.cause}" if self.cause else ""
+        return f"graph {self.number} ({self.kind}): {self.summary()}{cause}"
+
+    def details(self) -> list[str]:
+        """A line for every call, product and break."""
+        lines = []
         for site in self.sites:
             kind = "kept" if site.window else site.kind
             lines.append(f"  {site.name}: {kind}, {site.reason}")
@@ -91,8 +103,7 @@ class GraphReport:
         if self.products or self.library:
             lines.append(f"  {self.products_summary()}")
         lines += [f"  {one.module or one.node}: the library's product, {one.reason}" for one in self.library]
-        lines += [f"  graph break: {one}" for one in self.breaks]
-        return "\n".join(lines)
+        return lines + [f"  graph break: {one}" for one in self.breaks]
 
     def products_summary(self) -> str:
         """ "products of few rows: 54 of 57 linear layers (24 skinny_linear, 30 skinny_rotary)"."""

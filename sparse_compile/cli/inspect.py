@@ -100,7 +100,7 @@ def _inspect_backend(
         result["graphs"] = [report.to_dict() for report in seen.reports]
         common.print_json(result if text is None else {**result, "graph": {"which": graph, "text": text}})
     else:
-        print(text if text is not None else "\n".join(map(str, seen.reports)))
+        print(text if text is not None else seen.text())
     return common.OK
 
 
