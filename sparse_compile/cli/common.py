@@ -270,4 +270,4 @@ def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -
         from sparse_compile.api import sparse_compile
 
         notes.note(f"compiling {name} ...")
-        return sparse_compile(model, progress=notes.progress_mode(), **options)
+        return sparse_compile(model, progress=notes.bar_mode(), **options)

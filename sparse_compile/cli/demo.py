@@ -143,7 +143,7 @@ def _compiled(model: Any, **options: Any) -> Any:
 
     notes.note(f"compiling with {', '.join(f'{key}={value}' for key, value in options.items())} ...")
     with common.quiet_stdout():
-        return sparse_compile(model, progress=notes.progress_mode(), **options)
+        return sparse_compile(model, progress=notes.bar_mode(), **options)
 
 
 def _run(

@@ -27,6 +27,11 @@ def progress_mode() -> bool:
     return not _quiet.get()
 
 
+def bar_mode() -> bool | None:
+    """The same for work that a note has told of already: a bar, where there is a terminal."""
+    return None if progress_mode() else False
+
+
 def note(message: str) -> None:
     """A line on stderr about what is going on."""
     if not _quiet.get():

@@ -103,7 +103,7 @@ def _selftest(
         prompts = make_prompts(tokenizer, settings["prompts"], longest)
         options["max_context"] = longest + settings["new_tokens"]
         notes.note(f"compiling {name} ...")
-        compiled = sparse_compile(model, **options, progress=notes.progress_mode())
+        compiled = sparse_compile(model, **options, progress=notes.bar_mode())
         modes = _modes(compiled, *settings["drafts"])
         _check(compiled, modes, settings["batches"][-1])
         test = SelfTest(
