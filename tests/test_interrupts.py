@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ BOOKS = (
     "seats",
     "request",
 )
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where this process was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
@@ -86,6 +96,7 @@ def run(at: int | None, **options: Any) -> tuple[Interrupter, dict[str, list[int
 
 
 @main_thread
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     "options", [{}, {"async_steps": True, "prefix_caching": True}, {"loops_per_step": 1}], ids=str
 )
@@ -97,6 +108,7 @@ def test_a_step_is_interrupted_between_any_two_lines(options: dict[str, Any]) ->
 
 
 @main_thread
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_goes_through_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), held_back():  # noqa: PT012  the second one is what raises
         signal.raise_signal(signal.SIGINT)

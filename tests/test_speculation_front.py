@@ -169,7 +169,7 @@ def test_the_command_line() -> None:
         (["--draft-loops", "2"], "only with --speculate"),
         (["--adaptive"], "only with --speculate"),
         (["--speculate", "pipeline", "--draft-tokens", "5"], "--draft-tokens 5: only with --speculate block"),
-        (["--speculate", "pipeline", "--adaptive"], "adaptive=True: a pipeline has no blocks"),
+        (["--speculate", "pipeline", "--adaptive"], "--adaptive: a pipeline has no blocks"),
     ],
     ids=str,
 )
