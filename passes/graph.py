@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import config as fx_config
 
 from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 
 SITE = torch.ops.sparse_compile.site.default
+
+
+@contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Within the block no node is given the source lines it comes from: nothing here reads them, and to look them up
+    is a tenth of a trace. torch 2.11 does not know the setting and records them all the same.
+    """
+    before = getattr(fx_config, "do_not_emit_stack_traces", False)
+    try:
+        fx_config.do_not_emit_stack_traces = True
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
 
 def is_call(node: fx.Node, target: Any) -> bool:

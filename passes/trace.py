@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
-from .graph import SITE, is_call, is_shape, module_path, module_path_maybe
+from .graph import SITE, is_call, is_shape, module_path, module_path_maybe, without_stack_traces
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -140,10 +140,12 @@ def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
     ids = torch.ones(_ROWS, 1, dtype=torch.long, device=device)
     positions = torch.arange(_ROWS, device=device)[:, None]
     rows = Dim.AUTO
-    with evaluation_mode(model), attention_override(model, _marker_attention(model, seen)):
+    attention = attention_override(model, _marker_attention(model, seen))
+    with evaluation_mode(model), attention, without_stack_traces():
         program = export(_Rows(model), (ids, positions), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
     if any(node.op == "call_function" and _mutates(node) for node in program.graph.nodes):
-        program = program.run_decompositions({})
+        with without_stack_traces():
+            program = program.run_decompositions({})
     return program
 
 
