@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 
@@ -26,6 +27,13 @@ def without_stack_traces() -> Iterator[None]:
         yield
     finally:
         fx_config.do_not_emit_stack_traces = before
+
+
+def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A module of `graph` with the weights of `root`; its Python code is made when it is first called or read, which
+    most of the graphs that passes make and cut up never are.
+    """
+    return _LazyGraphModule(root, graph, class_name=name)
 
 
 def is_call(node: fx.Node, target: Any) -> bool:
@@ -122,6 +130,6 @@ class Piece:
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         self.graph.output(tuple(self.resolve(node) for node in outputs))
         self.graph.eliminate_dead_code()
-        module = fx.GraphModule(self.root, self.graph, class_name=self.name)
+        module = lazy_module(self.root, self.graph, self.name)
         module.graph.lint()
         return module

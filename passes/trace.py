@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
-from .graph import SITE, is_call, is_shape, module_path, module_path_maybe, without_stack_traces
+from .graph import SITE, is_call, is_shape, lazy_module, module_path, module_path_maybe, without_stack_traces
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -183,7 +183,7 @@ def _inline_weights(program: ExportedProgram, model: nn.Module) -> fx.GraphModul
     output = graph.output_node()
     output.args = (output.args[0][-1],)
     _open_subclasses(graph, attributes)
-    return fx.GraphModule(attributes, graph, class_name="Rows")
+    return lazy_module(attributes, graph, "Rows")
 
 
 def _open_subclasses(graph: fx.Graph, attributes: dict[str, Any]) -> None:
