@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx import config as fx_config
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 
@@ -17,14 +17,16 @@ SITE = torch.ops.sparse_compile.site.default
 
 
 @contextmanager
-def without_stack_traces() -> Iterator[None]:
-    """Within the block no node is given the source lines it comes from: nothing here reads them, and to look them up
-    is a tenth of a trace. torch 2.11 does not know the setting and records them all the same.
+def lean_tracing() -> Iterator[None]:
+    """Within the block torch leaves out what a trace does for readers that are not here: no node is given the source
+    lines it comes from (torch 2.11 does not know the setting and records them all the same), and graphs that come and
+    go write no Python code.
     """
     before = getattr(fx_config, "do_not_emit_stack_traces", False)
     try:
         fx_config.do_not_emit_stack_traces = True
-        yield
+        with _use_lazy_graph_module(True):
+            yield
     finally:
         fx_config.do_not_emit_stack_traces = before
 

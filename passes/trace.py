@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
-from .graph import SITE, is_call, is_shape, lazy_module, module_path, module_path_maybe, without_stack_traces
+from .graph import SITE, is_call, is_shape, lazy_module, lean_tracing, module_path, module_path_maybe
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -141,10 +141,10 @@ def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
     positions = torch.arange(_ROWS, device=device)[:, None]
     rows = Dim.AUTO
     attention = attention_override(model, _marker_attention(model, seen))
-    with evaluation_mode(model), attention, without_stack_traces():
+    with evaluation_mode(model), attention, lean_tracing():
         program = export(_Rows(model), (ids, positions), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
     if any(node.op == "call_function" and _mutates(node) for node in program.graph.nodes):
-        with without_stack_traces():
+        with lean_tracing():
             program = program.run_decompositions({})
     return program
 
