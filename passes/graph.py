@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
 
 SITE = torch.ops.sparse_compile.site.default
+
+
+@contextmanager
+def lean_tracing() -> Iterator[None]:
+    """Within the block torch leaves out what a trace does for readers that are not here: no node is given the source
+    lines it comes from (torch 2.11 does not know the setting and records them all the same), and graphs that come and
+    go write no Python code.
+    """
+    before = getattr(fx_config, "do_not_emit_stack_traces", False)
+    try:
+        fx_config.do_not_emit_stack_traces = True
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
+
+
+def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A module of `graph` with the weights of `root`; its Python code is made when it is first called or read, which
+    most of the graphs that passes make and cut up never are.
+    """
+    return _LazyGraphModule(root, graph, class_name=name)
 
 
 def is_call(node: fx.Node, target: Any) -> bool:
@@ -107,6 +132,6 @@ class Piece:
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         self.graph.output(tuple(self.resolve(node) for node in outputs))
         self.graph.eliminate_dead_code()
-        module = fx.GraphModule(self.root, self.graph, class_name=self.name)
+        module = lazy_module(self.root, self.graph, self.name)
         module.graph.lint()
         return module

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from .attention import attention_override, evaluation_mode
 from .errors import UnsupportedModel
-from .graph import SITE, is_call, is_shape, module_path, module_path_maybe
+from .graph import SITE, is_call, is_shape, lazy_module, lean_tracing, module_path, module_path_maybe
 from .probe import Probe, local_attention, probe
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -140,10 +140,12 @@ def _export(model: nn.Module, seen: Probe) -> ExportedProgram:
     ids = torch.ones(_ROWS, 1, dtype=torch.long, device=device)
     positions = torch.arange(_ROWS, device=device)[:, None]
     rows = Dim.AUTO
-    with evaluation_mode(model), attention_override(model, _marker_attention(model, seen)):
+    attention = attention_override(model, _marker_attention(model, seen))
+    with evaluation_mode(model), attention, lean_tracing():
         program = export(_Rows(model), (ids, positions), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
     if any(node.op == "call_function" and _mutates(node) for node in program.graph.nodes):
-        program = program.run_decompositions({})
+        with lean_tracing():
+            program = program.run_decompositions({})
     return program
 
 
@@ -181,7 +183,7 @@ def _inline_weights(program: ExportedProgram, model: nn.Module) -> fx.GraphModul
     output = graph.output_node()
     output.args = (output.args[0][-1],)
     _open_subclasses(graph, attributes)
-    return fx.GraphModule(attributes, graph, class_name="Rows")
+    return lazy_module(attributes, graph, "Rows")
 
 
 def _open_subclasses(graph: fx.Graph, attributes: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Compilation, Options, Pass, PassManager
 from sparse_compile.passes.errors import OptionError, PassError, UnsupportedModel
 from sparse_compile.passes.grammar import Grammar, check_grammar
-from sparse_compile.passes.graph import SITE, is_call
+from sparse_compile.passes.graph import SITE, is_call, lazy_module, lean_tracing
 from sparse_compile.passes.pipeline import PASSES, build_program
 from sparse_compile.passes.program import Site, Variant
 from sparse_compile.passes.roll import NotIsomorphic, Period, _Prover, find_periods, find_roll
@@ -440,3 +440,28 @@ def test_tracing_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation == before
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_tracing_settings_of_torch_come_back() -> None:
+    from torch.fx import _lazy_graph_module as lazy
+    from torch.fx import config
+
+    config.do_not_emit_stack_traces = False  # also where torch has no such setting
+    with lean_tracing():
+        assert config.do_not_emit_stack_traces
+        assert lazy._use_lazy_graph_module_flag
+    with pytest.raises(KeyError), lean_tracing():
+        raise KeyError
+    assert not config.do_not_emit_stack_traces
+    assert not lazy._use_lazy_graph_module_flag
+
+
+def test_a_graph_is_written_as_code_when_it_is_called() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.neg, (x,)))
+    module = lazy_module({}, graph, "Piece")
+    assert not hasattr(module, "_code")
+    assert type(module).__name__ == "Piece"
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2))
+    assert "neg" in module.code
