@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,8 @@ def _compile(
     model: PreTrainedModel, asked: SparseConfig, config: SparseConfig, begin: Callable[[str], None]
 ) -> CompiledModel:
     """What takes time of `compile_model`. asked: the options as they were given; begin: told each step."""
-    try:
+    with arguments_of_options():
         program = build_program(model, pass_options(config, model.device), begin)
-    except OptionError as error:
-        raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     if config.enabled:
         warn_of_last_loop(config, program.loops)
     check_implementation(config, program, model)
@@ -90,6 +89,15 @@ def _compile(
         begin("validation")
         validate_program(model, engines)
     return CompiledModel(model, config, program, engines)
+
+
+@contextmanager
+def arguments_of_options() -> Iterator[None]:
+    """Within this, an option that the passes refuse is an ArgumentError, as it is for those who gave it."""
+    try:
+        yield
+    except OptionError as error:
+        raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
 
 
 def check_calibration(config: SparseConfig, model: PreTrainedModel) -> None:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparse_compile.compile import pass_options
+from sparse_compile.compile import arguments_of_options, pass_options
 from sparse_compile.config import SparseConfig
 from sparse_compile.errors import ArgumentError
 from sparse_compile.limits import position_limit
 from sparse_compile.models import load_config
-from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.survey import Survey, survey
 from sparse_compile.runtime.budget import Budget, PoolSizes
 from sparse_compile.runtime.memory import format_at_least
@@ -147,10 +146,8 @@ def make_plan(
     if positions is not None and context > positions:
         limit = f"the model has {positions} positions (config.max_position_embeddings)"
         raise ArgumentError("context", context, limit, f"pass --context {positions} or less")
-    try:
+    with arguments_of_options():
         found = survey(model, pass_options(config, torch.device("cuda")))
-    except OptionError as error:
-        raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
     return MemoryPlan(
         model=name,
         dtype=chosen,

@@ -45,9 +45,8 @@ def check_options(model: Any, configs: Iterable[SparseConfig]) -> None:
     """Raise ArgumentError for a loop, a number of layers or positions that the model has not. model: an outline."""
     import torch
 
-    from sparse_compile.compile import check_calibration, pass_options
+    from sparse_compile.compile import arguments_of_options, check_calibration, pass_options
     from sparse_compile.limits import check_context
-    from sparse_compile.passes.errors import OptionError
     from sparse_compile.passes.schedule import schedule_sites
 
     sites = _sites(model)
@@ -56,10 +55,8 @@ def check_options(model: Any, configs: Iterable[SparseConfig]) -> None:
         check_calibration(config, model)
         if not sites:
             continue
-        try:
+        with arguments_of_options():
             schedule_sites(sites, pass_options(config, torch.device("cpu")))
-        except OptionError as error:
-            raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
         loops = max(site.loops for site in sites)
         _check_loops("loops_per_step", config.loops_per_step, loops)
         _check_loops("draft_loops", getattr(config.speculation, "draft_loops", None), loops)

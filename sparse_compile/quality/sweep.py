@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from sparse_compile.api import sparse_compile
-from sparse_compile.compile import pass_options
+from sparse_compile.compile import arguments_of_options, pass_options
 from sparse_compile.config import AUTO, SparseConfig
-from sparse_compile.errors import ArgumentError
-from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.schedule import schedule_sites
 from sparse_compile.quality.measure import OPTIONS, Meter, Settings, check_lengths
 
@@ -53,12 +51,10 @@ def point_options(sweep: Sweep) -> list[dict[str, Any]]:
 
 def check_points(compiled: CompiledModel, sweep: Sweep) -> None:
     """Raises ArgumentError for a point of the sweep that this model has not, before the first one is measured."""
-    for retention, capture_loop in sweep.points:
-        config = SparseConfig.from_options(**_options(sweep, retention, capture_loop))
-        try:
+    for options in point_options(sweep):
+        config = SparseConfig.from_options(**options)
+        with arguments_of_options():
             schedule_sites(compiled.program.sites, pass_options(config, compiled.device))
-        except OptionError as error:
-            raise ArgumentError(error.argument, error.value, error.limit, error.remedy) from None
 
 
 def measure_all(
