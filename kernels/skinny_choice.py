@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import cdiv
 
-from .skinny import starts_early
+from .skinny import Norm, starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
@@ -40,7 +40,7 @@ _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than 
 @dataclass(frozen=True)
 class Shape:
     """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
-    for rotated heads.
+    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight.
     """
 
     lines: int
@@ -48,51 +48,56 @@ class Shape:
     gated: bool
     dtype: torch.dtype
     device: torch.device
+    norm: Literal["", "norm", "weighted norm"] = ""
 
     def product(self, rows: int) -> Product:
-        return Product(
-            rows, self.lines // (2 if self.gated else 1), self.depth, self.gated, self.dtype.itemsize
-        )
+        width = self.lines // (2 if self.gated else 1)
+        return Product(rows, width, self.depth, self.gated, self.dtype.itemsize, self.norm == "weighted norm")
 
     @property
     def key(self) -> str:
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         kind = "gated" if self.gated else "linear"
+        kind = f"{self.norm}, {kind}" if self.norm else kind
         return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
 
 
 _choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
-def tiles_maybe(rows: int, weight: Tensor, gated: bool) -> Tiles | None:
-    """The tiles for a call, or None where the library serves it better."""
-    return choose(_shape(weight, gated), _bucket(rows))
+def tiles_maybe(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better, with a kernel for the norm ahead of it."""
+    return choose(_shape(weight, gated, norm), _bucket(rows))
 
 
-def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def own_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
-    shape, bucket = _shape(weight, gated), _bucket(rows)
+    shape, bucket = _shape(weight, gated, norm), _bucket(rows)
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     """Whether one program's loads have room; those of the default always do."""
-    lines = tiles.lines * (2 if shape.gated else 1) + padded_rows(rows, tiles.slices)
-    held = lines * tiles.columns * shape.dtype.itemsize * max(1, tiles.stages - 1)
+    padded = padded_rows(rows, tiles.slices)
+    lines = (tiles.lines * (2 if shape.gated else 1) + padded) * max(1, tiles.stages - 1)
+    if shape.norm == "weighted norm":  # its products with the rows are kept beside them
+        lines += 2 * padded
+    held = lines * tiles.columns * shape.dtype.itemsize
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
-def fixed_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def fixed_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
     same order.
     """
-    tiles = default_choice(_shape(weight, gated), _bucket(rows))
+    tiles = default_choice(_shape(weight, gated, norm), _bucket(rows))
     assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
     return tiles
 
 
-def _shape(weight: Tensor, gated: bool) -> Shape:
-    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device)
+def _shape(weight: Tensor, gated: bool, norm: Norm | None) -> Shape:
+    kind: Any = "" if norm is None else "norm" if norm.weight is None else "weighted norm"
+    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device, kind)
 
 
 def _bucket(rows: int) -> int:
@@ -169,12 +174,19 @@ class _Bench:
 
         self.weights = [values(shape.lines) for _ in range(copies)]
         self.x = values(BUCKETS[-1])
+        gain = values(1)[0] if shape.norm == "weighted norm" else None
+        self.norm = Norm(1e-6, gain) if shape.norm else None
 
     def ours(self, rows: int, tiles: Tiles) -> float | None:
         """None for tiles that the GPU has no room for."""
         x, gated = self.x[:rows], self.shape.gated
         try:
-            return _time([functools.partial(launch, x, w, None, None, gated, tiles) for w in self.weights])
+            return _time(
+                [
+                    functools.partial(launch, x, w, None, None, gated, tiles, None, self.norm)
+                    for w in self.weights
+                ]
+            )
         except triton.runtime.errors.OutOfResources:
             return None
 
@@ -183,7 +195,7 @@ class _Bench:
         return _time([functools.partial(self._library, x, w) for w in self.weights])
 
     def _library(self, x: Tensor, weight: Tensor) -> Tensor:
-        made = F.linear(x, weight)
+        made = F.linear(x if self.norm is None else self.norm.apart(x), weight)
         if self.shape.gated:
             gate, up = made.chunk(2, -1)
             made = F.silu(gate) * up

@@ -7,7 +7,8 @@
     %d : linear(%g, %w2);  %r : add(%h, %d)                %y : skinny_linear(%r, %w3)       [T, 1, 24]
     %y : linear(%r, %w3)
 
-The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
+The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so, and
+rows are normalised by the products that read them where `passes/norms.py` finds that this leaves out a kernel.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
 What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
@@ -29,6 +30,7 @@ from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
 from .graph import is_call, is_row_tensor
+from .norms import DEFAULT, Norms, fuse_norms
 from .pieces import Cutter, OpCall
 from .program import Program
 from .rotary import rotation_maybe
@@ -40,14 +42,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new module, how often each op was put in, and the linears left alone: name of the weight's node, and why."""
+    """The new module, how often each op was put in, the linears left alone (name of the weight's node, and why), and
+    how many norms the products took along.
+    """
 
     module: fx.GraphModule
     counts: dict[str, int]
     left_alone: tuple[tuple[str, str], ...]
+    norms: int = 0
 
 
-def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
+def use_skinny(module: fx.GraphModule, fixed: bool = False, norms: Norms = DEFAULT) -> Rewritten:
     """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta["val"]`."""
     graph = copy.deepcopy(module.graph)
     counts: Counter[str] = Counter()
@@ -63,8 +68,10 @@ def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
         else:
             counts[_replace(graph, node, fixed)] += 1
     graph.eliminate_dead_code()
+    taken = fuse_norms(graph, norms)
+    graph.eliminate_dead_code()
     graph.lint()
-    return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone))
+    return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone), taken)
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:

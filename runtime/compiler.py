@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ..kernels.skinny import MAX_ROWS, starts_early
+from ..passes.norms import DEFAULT, Norms
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
 
@@ -35,6 +36,7 @@ class PieceCompiler:
     """
 
     few_rows = MAX_ROWS  # beyond them a graph may run with other products
+    norms: Norms = DEFAULT  # which norms the products of a few rows take along
     fixed = False  # whether the bits of a row must not depend on the rows beside it
 
     def __init__(
@@ -108,7 +110,7 @@ class PieceCompiler:
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:
-            self.rewritten[code.key] = use_skinny(code.module, self.fixed)
+            self.rewritten[code.key] = use_skinny(code.module, self.fixed, self.norms)
         return self.rewritten[code.key]
 
     @staticmethod

@@ -50,11 +50,15 @@ def operands(
 
 
 def kernel(
-    kind: str, tiles: Tiles = SMALL, rotary: skinny.Rotary | None = None, **given: torch.Tensor | None
+    kind: str,
+    tiles: Tiles = SMALL,
+    rotary: skinny.Rotary | None = None,
+    norm: skinny.Norm | None = None,
+    **given: torch.Tensor | None,
 ) -> torch.Tensor:
     from sparse_compile.kernels.skinny_backend import launch
 
-    return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary)  # type: ignore[arg-type]
+    return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary, norm=norm)  # type: ignore[arg-type]
 
 
 def assert_as_good_as_eager(
@@ -62,11 +66,12 @@ def assert_as_good_as_eager(
     got: torch.Tensor,
     given: dict[str, torch.Tensor | None],
     rotary: skinny.Rotary | None = None,
+    norm: skinny.Norm | None = None,
 ) -> None:
     exact = {name: None if x is None else x.double() for name, x in given.items()}
-    turned = None if rotary is None else rotary.to(torch.float64)
-    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned)  # type: ignore[arg-type]
-    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary)  # type: ignore[arg-type]
+    turned, normed = (None if part is None else part.to(torch.float64) for part in (rotary, norm))
+    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned, norm=normed)  # type: ignore[arg-type]
+    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary, norm=norm)  # type: ignore[arg-type]
     mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
     margin = MARGIN + (INTERPRETED[got.dtype] if got.device.type == "cpu" else 0)
     assert mine <= theirs + margin * truth.abs().max().item(), f"error {mine:.3g}, eager {theirs:.3g}"
