@@ -36,6 +36,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.timing import conditions, graph_time
 from sparse_compile.kernels import skinny, skinny_choice
+from sparse_compile.kernels.skinny import Norm
 from sparse_compile.kernels.skinny_backend import launch
 from sparse_compile.kernels.skinny_tuning import Product, Tiles, default_tiles, padded_rows
 from sparse_compile.passes.pieces import Code
@@ -49,6 +50,7 @@ AHEAD = (0, 1024)  # columns that are asked for ahead of time in the chain
 READ_TBS = 4.35  # reading alone, one H200
 ROTATE_BYTES = 200 << 20
 Calls = list[Callable[[], Any]]
+Pick = Callable[[int, Tensor, bool, Norm | None], Tiles]
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ class Chain:
 
 
 @contextlib.contextmanager
-def tiles_by(pick: Callable[[int, Tensor, bool], Tiles]) -> Iterator[None]:
+def tiles_by(pick: Pick) -> Iterator[None]:
     """Let the ops run with these tiles, instead of measuring."""
     before = skinny_choice.tiles_maybe
     skinny_choice.tiles_maybe = pick
@@ -316,20 +318,20 @@ def product_of(rows: int, weight: Tensor, gated: bool) -> Product:
     return Product(rows, weight.shape[0] // (2 if gated else 1), weight.shape[1], gated)
 
 
-def default_pick(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def default_pick(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     return default_tiles(product_of(rows, weight, gated))
 
 
-def picks(bench: Bench) -> dict[str, Callable[[int, Tensor, bool], Tiles]]:
+def picks(bench: Bench) -> dict[str, Pick]:
     """Ways to choose tiles in the chain."""
     by_shape = {(n, k, gated): name for name, (n, k, gated) in bench.model.products().items()}
 
-    def best(rows: int, weight: Tensor, gated: bool) -> Tiles:
+    def best(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
         name = by_shape[weight.shape[0], weight.shape[1], gated]
         near = SWEPT[0] if rows <= 8 else SWEPT[1]
         return bench.best.get((name, near)) or default_pick(rows, weight, gated)
 
-    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool) -> Tiles:
+    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
         return early(ahead, product_of(rows, weight, gated))
 
     starts = {f"ours, early start, {ahead} ahead": functools.partial(early_pick, ahead) for ahead in AHEAD}
@@ -381,7 +383,7 @@ def replayed(step: Callable[[], Tensor]) -> Tensor:
 
 def call(compiler: PieceCompiler, code: Code, *arguments: Tensor) -> tuple[Tensor, ...]:
     if compiler.skinny and not compiler.enabled:  # --tiny: as it would be compiled
-        return use_skinny(code.module).module(*arguments)
+        return use_skinny(code.module, norms=compiler.norms).module(*arguments)
     return compiler(code, arguments)
 
 

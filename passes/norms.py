@@ -199,7 +199,6 @@ def _only_products_read(node: fx.Node) -> bool:
     return bool(node.users) and all(
         user.target in OPERANDS
         and user.args[0] is node
-        and user.all_input_nodes.count(node) == 1
         and node not in user.args[1:]
         and "eps" not in user.kwargs
         for user in node.users
