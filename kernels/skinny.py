@@ -64,7 +64,8 @@ def define(
     """The definition of all ops."""
     wide = compute_dtype(x.dtype)
     wide_bias, wide_residual = (None if other is None else other.to(wide) for other in (bias, residual))
-    turned, normed = (None if part is None else part.to(wide) for part in (rotary, norm))
+    turned = None if rotary is None else rotary.to(wide)
+    normed = None if norm is None else norm.to(wide)
     return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated, turned, normed).to(x.dtype)
 
 

@@ -255,8 +255,7 @@ def test_norms_that_a_compiler_fuses(forward: Callable[..., Tensor], alone: int,
 def pieces_of(name: str) -> Iterator[fx.GraphModule]:
     """The distinct pieces of a tiny model in bfloat16, its linear layers merged."""
     model = tiny_model(name).to(torch.bfloat16)
-    config = SparseConfig(capture_loop=0 if name == "dory" else 1, merge_linears=True)
-    options = Options(config.retention_for_passes(), capture_loop=config.capture_loop, merge_linears=True)
+    options = Options(SparseConfig().retention_for_passes(), merge_linears=True)
     cutter, seen = Cutter(), set[str]()
     for stage in build_program(model, options).variants["dense"].stages:
         for call in cutter.cut(stage).calls:
@@ -270,7 +269,6 @@ def pieces_of(name: str) -> Iterator[fx.GraphModule]:
     [
         ("ouro", 1, 4),  # that of the first layer: all others end kernels that add a residual
         ("hrm-text", 5, 8),  # norms ahead of the branches, behind products that add the residual
-        ("dory", 0, 9),  # rows of length one are also what is added to
     ],
 )
 def test_norms_of_real_models(name: str, alone: int, every: int) -> None:

@@ -69,7 +69,8 @@ def assert_as_good_as_eager(
     norm: skinny.Norm | None = None,
 ) -> None:
     exact = {name: None if x is None else x.double() for name, x in given.items()}
-    turned, normed = (None if part is None else part.to(torch.float64) for part in (rotary, norm))
+    turned = None if rotary is None else rotary.to(torch.float64)
+    normed = None if norm is None else norm.to(torch.float64)
     truth = skinny.define(**exact, gated=kind == "gated", rotary=turned, norm=normed)  # type: ignore[arg-type]
     eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary, norm=norm)  # type: ignore[arg-type]
     mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))

@@ -51,7 +51,7 @@ def a_norm(
     return Norm(eps, weight, mean)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, GAIN_ROWS),
