@@ -34,6 +34,7 @@ from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
 FORMAT = 2  # of the file, and of the kernel whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
+FIXED_COLUMNS = 256  # of tiles for normalised rows with fixed bits; no default has fewer
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
 
@@ -88,10 +89,14 @@ def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
 
 def fixed_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
-    same order.
+    same order. That of a product with a norm follows its columns too.
     """
     tiles = default_choice(_shape(weight, gated, norm), _bucket(rows))
-    assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
+    if norm is not None and tiles.columns > FIXED_COLUMNS:
+        parts = tiles.columns // FIXED_COLUMNS
+        tiles = replace(tiles, columns=FIXED_COLUMNS, stages=min(7, parts * (tiles.stages - 1) + 1))
+    ordered = (tiles.slices, tiles.splits) == (4, 1) and (norm is None or tiles.columns == FIXED_COLUMNS)
+    assert ordered, "the order of a sum would depend on the number of rows"
     return tiles
 
 

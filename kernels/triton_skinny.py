@@ -8,9 +8,10 @@ a sum of its own, so that a program may have few lines and still keep all warps 
 when the last step is done. The columns may also be parted among SPLITS programs, which leave partial sums in scratch;
 the last one to arrive adds them in their order.
 
-A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Two exceptions:
-SPLITS are counted in steps of BK; and with one slice, programs of 64 lines run on Hopper's wide products, which add in
-an order of their own. Sums are float32, epilogues too, and the result is rounded once. All addresses are int64.
+A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Three exceptions:
+SPLITS are counted in steps of BK; sums of two parts, as a norm has them, take turns in steps of BK; and with one slice,
+programs of 64 lines run on Hopper's wide products, which add in an order of their own. Sums are float32, epilogues too,
+and the result is rounded once. All addresses are int64.
 
 A root-mean-square norm of x needs no kernel of its own, since every program reads all of x that its sums need: it adds
 the squares on the way, and scales its sums when they are done. Partial sums of squares travel with those of products.

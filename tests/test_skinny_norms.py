@@ -248,6 +248,22 @@ def test_default_tiles_have_room_for_the_weight_of_a_norm(
     assert (tiles.slices, tiles.splits) == (4, 1)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    width=st.integers(1, 200_000), depth=st.integers(1, 50_000), gated=st.booleans(), weighted=st.booleans()
+)
+def test_tiles_for_fixed_bits_have_one_order(width: int, depth: int, gated: bool, weighted: bool) -> None:
+    weight = torch.empty(width * (2 if gated else 1), depth, dtype=torch.bfloat16, device="meta")
+    norm = Norm(1e-6, weight[0] if weighted else None)
+    orders = set()
+    for rows in (1, 8, 9, 17, GAIN_ROWS, *(() if weighted else (64,))):
+        tiles = skinny_choice.fixed_tiles(rows, weight, gated, norm)
+        orders.add((tiles.slices, tiles.splits, tiles.columns))
+        lines = tiles.lines * (2 if gated else 1) + padded_rows(rows, tiles.slices) + weighted
+        assert lines * tiles.columns * 2 * max(1, tiles.stages - 1) <= Gpu().shared_bytes - 1024
+    assert orders == {(4, 1, 256)}
+
+
 # ---------------------------------------------------------------------- at real sizes
 
 
@@ -270,13 +286,15 @@ def test_layers_of_real_models(kind: str, shape: tuple[int, int], rows: int) -> 
 @pytest.mark.parametrize("dtype", [*HALF, "weighted"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_sizes_change_no_bits(kind: str, dtype: torch.dtype | str) -> None:
-    """Nor do other numbers of rows. On the CPU a product of blocks adds in an order of its own."""
+    """But those of the columns of a step; nor do other numbers of rows. On the CPU a product of blocks adds in an order
+    of its own.
+    """
     half = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     most, norm = 64 if dtype != "weighted" else GAIN_ROWS, a_norm(2048, half, dtype == "weighted")
     given = operands(kind, most, 5632, 2048, half)
     base = Tiles(columns=256, stages=3)
     want = kernel(kind, base, norm=norm, **given)
-    for change in ({"columns": 512, "stages": 2}, {"stages": 4}, {"lines": 32}, {"warps": 8}):
+    for change in ({"stages": 4}, {"lines": 32}, {"lines": 64, "warps": 8}, {"warps": 8}):
         for rows in (1, 8, 9, 32, most):
             some = {**given, "x": given["x"][:rows]}  # type: ignore[index]
             if kind == "add":
