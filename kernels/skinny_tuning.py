@@ -105,7 +105,8 @@ def default_tiles(product: Product, gpu: Gpu = Gpu()) -> Tiles:
             break
         lines *= 2
     step = (lines * parts + rows + product.gain) * product.itemsize  # bytes per column
-    columns = 512 if step * 512 <= _STEP_BYTES and product.depth % 512 == 0 else 256
+    fits = step * 512 <= _STEP_BYTES and not product.gain  # products with a gain are made in registers
+    columns = 512 if fits and product.depth % 512 == 0 else 256
     tiles = Tiles(lines=lines, columns=columns, warps=8 if lines * parts * rows >= 2048 else 4)
     return replace(tiles, stages=1 + _buffers(product, tiles, step * columns, gpu))
 
