@@ -136,6 +136,17 @@ def test_powers_of_two_are_normalised_away(tiles: Tiles, weighted: bool) -> None
     assert torch.equal(kernel("gated", tiles, norm=norm, **large), want)
 
 
+@pytest.mark.parametrize("tiles", TILES)
+def test_products_of_rows_and_weight_are_exact(tiles: Tiles) -> None:
+    """Of (1 + 2^-7)^2 - (1 + 2^-6), half precision would leave nothing."""
+    x, weight = torch.tensor([[1 + 2**-7, 1.0]]), torch.tensor([[1.0, -1.0]])
+    half = [one.to(DEVICE, torch.bfloat16) for one in (x, weight, torch.tensor([1 + 2**-7, 1 + 2**-6]))]
+    given = {"x": half[0], "weight": half[1], "bias": None, "residual": None}
+    made = kernel("linear", tiles, norm=Norm(0.0, half[2]), **given)
+    want = 2**-14 / x.pow(2).mean().sqrt()
+    torch.testing.assert_close(made.float().cpu(), want.view(1, 1), rtol=2**-7, atol=0)
+
+
 def test_splits_leave_the_counters_at_zero() -> None:
     from sparse_compile.kernels.arrivals import arrivals
 
