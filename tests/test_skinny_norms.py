@@ -399,3 +399,13 @@ def run_op(
         made = run()
     graph.replay()
     return made
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from benchmarks import norms
+
+    norms.main(["--tiny", "--models", "hrm-text", "--rows", "1", "--out", str(tmp_path / "norms.json")])
+    assert "hrm-text      1  alone      8" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        norms.main(["--models", "ouro"])
+    assert "known: ouro-1.4b, hrm-text, dory" in capsys.readouterr().err
