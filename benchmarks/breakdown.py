@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ CLASSES = {
     "pointwise and norms": r"elementwise|reduce|vectorized|index|gather|scatter|cumsum",
 }
 OTHER = "other"
+NAME = 60
+"""Characters of a kernel's name in a list."""
 
 
 def our_kernels() -> frozenset[str]:
@@ -52,12 +56,18 @@ def classify(name: str, ours: Iterable[str] = ()) -> str:
     return OTHER
 
 
-def kernel_classes(step: Callable[[], Any], steps: int = 5) -> tuple[dict[str, float], float]:
-    """Milliseconds per step by class, the largest first, and of any kernel outside attention.
+@dataclass(frozen=True)
+class Event:
+    """One kernel, or one operator where there is no CUDA; microseconds. spent: an operator's, without those in it."""
 
-    Of kernels on CUDA; of operators where there is none. Kernels that run beside others, or start while those ahead of
-    them finish, count in full in their class; the time outside attention counts every moment once.
-    """
+    name: str
+    begin: float
+    end: float
+    spent: float
+
+
+def profiled(step: Callable[[], Any], steps: int) -> list[Event]:
+    """What ran in `steps` steps after one more."""
     on_cuda = torch.cuda.is_available()
     step()
     synchronize()
@@ -65,18 +75,51 @@ def kernel_classes(step: Callable[[], Any], steps: int = 5) -> tuple[dict[str, f
         for _ in range(steps):
             step()
         synchronize()
-    times: dict[str, float] = {}
-    others: list[tuple[float, float]] = []
-    ours = our_kernels()
+    events = []
     for event in found.events() or ():
         if on_cuda and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
         begin, end = event.time_range.start, event.time_range.end
-        spent = end - begin if on_cuda else event.self_cpu_time_total
+        events.append(Event(event.name, begin, end, end - begin if on_cuda else event.self_cpu_time_total))
+    return events
+
+
+def kernel_lines(events: Sequence[Event], steps: int, most: int) -> list[str]:
+    """The names that take the most time of a step, shortened, with their number and microseconds per step; and the time
+    of all, that in which any ran, and that from the first to the last, per step.
+    """
+    spent: Counter[str] = Counter()
+    for event in events:
+        spent[event.name] += event.spent
+    times = Counter(event.name for event in events)
+    lines = [
+        f"{name if len(name) <= NAME else name[: NAME - 3] + '...':{NAME}s} "
+        f"{times[name] / steps:8.1f} x {total / steps:10.1f} us"
+        for name, total in spent.most_common(most)
+    ]
+    ranges = [(event.begin, event.end) for event in events]
+    whole = max(end for _, end in ranges) - min(begin for begin, _ in ranges) if ranges else 0.0
+    return [
+        *lines,
+        f"per step: {len(events) / steps:.1f} kernels, {spent.total() / steps:.1f} us of kernels, "
+        f"{covered(ranges) / steps:.1f} us with any running, {whole / steps:.1f} us in all",
+    ]
+
+
+def kernel_classes(step: Callable[[], Any], steps: int = 5) -> tuple[dict[str, float], float]:
+    """Milliseconds per step by class, the largest first, and of any kernel outside attention.
+
+    Of kernels on CUDA; of operators where there is none. Kernels that run beside others, or start while those ahead of
+    them finish, count in full in their class; the time outside attention counts every moment once.
+    """
+    times: dict[str, float] = {}
+    others: list[tuple[float, float]] = []
+    ours, on_cuda = our_kernels(), torch.cuda.is_available()
+    for event in profiled(step, steps):
         kind = classify(event.name, ours)
-        times[kind] = times.get(kind, 0.0) + spent / 1000 / steps
+        times[kind] = times.get(kind, 0.0) + event.spent / 1000 / steps
         if kind != "attention":
-            others.append((begin, end))
+            others.append((event.begin, event.end))
     outside = covered(others) / 1000 / steps if on_cuda else sum(times.values()) - times.get("attention", 0.0)
     return dict(sorted(times.items(), key=lambda item: -item[1])), outside
 

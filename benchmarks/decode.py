@@ -209,6 +209,7 @@ def run_model(name: str, options: argparse.Namespace, report: dict[str, Any]) ->
     check(setup)
     shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
     report.update(run_extras(setup, options, shared))
+    write(report, options.out)
     # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
     for system, points in options.systems.items():
         for point in points:

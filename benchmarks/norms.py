@@ -254,7 +254,7 @@ def compile_one(job: tuple[skinny_choice.Shape, int, Tiles]) -> None:
     x, weight = (torch.zeros(n, shape.depth, dtype=shape.dtype, device="cuda") for n in (rows, shape.lines))
     along = Norm(1e-6, x[0] if shape.norm == "weighted norm" else None) if shape.norm else None
     with contextlib.suppress(OutOfResources):
-        launch(x, weight, None, None, shape.gated, tiles, None, along)
+        launch(x, weight, None, None, shape.gated, tiles, norm=along)
 
 
 def names(text: str) -> list[str]:

@@ -36,7 +36,6 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.timing import conditions, graph_time
 from sparse_compile.kernels import skinny, skinny_choice
-from sparse_compile.kernels.skinny import Norm
 from sparse_compile.kernels.skinny_backend import launch
 from sparse_compile.kernels.skinny_tuning import Product, Tiles, default_tiles, padded_rows
 from sparse_compile.passes.pieces import Code
@@ -50,7 +49,7 @@ AHEAD = (0, 1024)  # columns that are asked for ahead of time in the chain
 READ_TBS = 4.35  # reading alone, one H200
 ROTATE_BYTES = 200 << 20
 Calls = list[Callable[[], Any]]
-Pick = Callable[[int, Tensor, bool, Norm | None], Tiles]
+Pick = Callable[..., Tiles]  # of the arguments of `skinny_choice.tiles_maybe`
 
 
 @dataclass(frozen=True)
@@ -314,25 +313,21 @@ def tiles_by(pick: Pick) -> Iterator[None]:
         skinny_choice.tiles_maybe = before
 
 
-def product_of(rows: int, weight: Tensor, gated: bool) -> Product:
-    return Product(rows, weight.shape[0] // (2 if gated else 1), weight.shape[1], gated)
-
-
-def default_pick(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
-    return default_tiles(product_of(rows, weight, gated))
+def default_pick(rows: int, *call: Any) -> Tiles:
+    return default_tiles(skinny_choice.shape_of(*call).product(rows))
 
 
 def picks(bench: Bench) -> dict[str, Pick]:
     """Ways to choose tiles in the chain."""
     by_shape = {(n, k, gated): name for name, (n, k, gated) in bench.model.products().items()}
 
-    def best(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
-        name = by_shape[weight.shape[0], weight.shape[1], gated]
-        near = SWEPT[0] if rows <= 8 else SWEPT[1]
-        return bench.best.get((name, near)) or default_pick(rows, weight, gated)
+    def best(rows: int, *call: Any) -> Tiles:
+        shape = skinny_choice.shape_of(*call)
+        name, near = by_shape[shape.lines, shape.depth, shape.gated], SWEPT[0] if rows <= 8 else SWEPT[1]
+        return bench.best.get((name, near)) or default_pick(rows, *call)
 
-    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
-        return early(ahead, product_of(rows, weight, gated))
+    def early_pick(ahead: int, rows: int, *call: Any) -> Tiles:
+        return early(ahead, skinny_choice.shape_of(*call).product(rows))
 
     starts = {f"ours, early start, {ahead} ahead": functools.partial(early_pick, ahead) for ahead in AHEAD}
     return {"ours": default_pick, "ours, best tiles": best, **starts}

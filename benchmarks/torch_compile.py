@@ -15,6 +15,8 @@ would make as much of a rounding as of an error; times do not depend on it.
 
 The report is written after every row. If one of the two fails, or is not compiled in time for `--budget` seconds in
 all, the row holds the other's figure and says what failed, and the exit status is 1.
+
+`--kernels N` lists, after the timing, the N kernels of each variant with the most time of a step (torch.profiler).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.breakdown import kernel_lines, profiled
 from benchmarks.sparse_eager import logits_of
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.models.branches import Branches
@@ -39,6 +42,8 @@ from sparse_compile.models.branches import Branches
 VARIANTS = ("plain", "ours")
 MARGIN = 0.005
 """Relative error of logits allowed beyond twice what a rounding of attention's outputs makes."""
+PROFILED = 4
+"""Steps of which the kernels are listed."""
 MEASURING = 30
 """Seconds of the budget that are kept for the figures: what is not compiled by then is given up."""
 
@@ -108,6 +113,16 @@ class Bench:
             self.rewind(held)
             times.append(self.timed(arguments))
         return times
+
+    @torch.no_grad()
+    def kernels(self, held: int, most: int) -> list[str]:
+        """Lines for people: the kernels that take the most time of a step, and the totals (`kernel_lines`).
+
+        The steps are the last of `held`, one behind the other, so that nothing is set back between them.
+        """
+        arguments = self.hold(held)
+        self.rewind(held - PROFILED)
+        return kernel_lines(profiled(lambda: self.step(**arguments), PROFILED), PROFILED, most)
 
     @torch.no_grad()
     def errors(self, held: int) -> dict[str, float]:
@@ -234,6 +249,9 @@ def measure(workers: Workers, held: int, options: argparse.Namespace) -> dict[st
         for variant in VARIANTS:
             got = workers.ask(variant, "run", held, options.steps)
             times[variant] += got[1:] if got else []  # the first follows an idle device
+    for variant in VARIANTS if options.kernels else ():
+        for line in workers.ask(variant, "kernels", held, options.kernels) or ():
+            print(f"{variant}, held {held}: {line}", flush=True)
     row: dict[str, Any] = {"rows": options.rows, "cache": options.cache, "held": held, "errors": errors}
     medians = {name: statistics.median(times[name]) for name in VARIANTS if name not in workers.failed}
     row |= {f"{name}_ms": round(median, 3) for name, median in medians.items()}
@@ -263,6 +281,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try it out")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kernels", type=int, default=0, help="list the kernels with the most time, so many")
     parser.add_argument("--budget", type=float, default=260, help="seconds in all")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, without CUDA graphs")
     parser.add_argument("--out", type=Path)

@@ -1,7 +1,7 @@
 """Products of a few rows with a large weight: definitions, schemas and fakes of the ops. Importing it registers them.
 
     skinny_linear  x @ weight^T + bias
-    skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up]
+    skinny_gated   silu(x @ gate^T) * (x @ up^T), weight = [gate; up], or gate alone where up is given (without a bias)
     skinny_add     residual + x @ weight^T + bias
     skinny_rotary  x @ weight^T + bias, of which the first `rotated` columns are heads that are rotated by halves:
                    [a, b] -> [a, b] * cos + [-b, a] * sin; cos and sin are [..., D] for heads of D
@@ -33,21 +33,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .arguments import compute_dtype
-from .skinny_parts import GAIN_ROWS, Norm, Rotary, check, check_norm, check_rotary
+from .skinny_parts import GAIN_ROWS, Norm, Rotary, check, check_norm, check_rotary, check_up
 
 MAX_ROWS = 64
 HALF = (torch.bfloat16, torch.float16)
 
-_NORM = "float? eps=None, bool mean=True"
+_NORM = "Tensor? norm=None, float? eps=None, bool mean=True, bool fixed=False) -> Tensor"
 SCHEMAS = {
-    "skinny_linear": f"(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm=None, *, {_NORM}, "
-    "bool fixed=False) -> Tensor",
-    "skinny_gated": f"(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm=None, *, {_NORM}, "
-    "bool fixed=False) -> Tensor",
-    "skinny_add": f"(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None, Tensor? norm=None, *, {_NORM}, "
-    "bool fixed=False) -> Tensor",
-    "skinny_rotary": "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? bias=None, Tensor? norm=None, *, "
-    f"int rotated, {_NORM}, bool fixed=False) -> Tensor",
+    "skinny_linear": f"(Tensor x, Tensor weight, Tensor? bias=None, *, {_NORM}",
+    "skinny_gated": f"(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? up=None, {_NORM}",
+    "skinny_add": f"(Tensor x, Tensor weight, Tensor residual, Tensor? bias=None, *, {_NORM}",
+    "skinny_rotary": "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? bias=None, *, int rotated, "
+    f"{_NORM}",
 }
 """Op name -> schema without the name."""
 
@@ -60,13 +57,14 @@ def define(
     gated: bool = False,
     rotary: Rotary | None = None,
     norm: Norm | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """The definition of all ops."""
     wide = compute_dtype(x.dtype)
-    wide_bias, wide_residual = (None if other is None else other.to(wide) for other in (bias, residual))
-    turned = None if rotary is None else rotary.to(wide)
-    normed = None if norm is None else norm.to(wide)
-    return eager(x.to(wide), weight.to(wide), wide_bias, wide_residual, gated, turned, normed).to(x.dtype)
+    bias, residual, up = (None if other is None else other.to(wide) for other in (bias, residual, up))
+    rotary = None if rotary is None else rotary.to(wide)
+    norm = None if norm is None else norm.to(wide)
+    return eager(x.to(wide), weight.to(wide), bias, residual, gated, rotary, norm, up).to(x.dtype)
 
 
 def eager(
@@ -77,12 +75,14 @@ def eager(
     gated: bool = False,
     rotary: Rotary | None = None,
     norm: Norm | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """The same, rounded to the operands' dtype after every operation."""
-    product = F.linear(x if norm is None else norm(x), weight, bias)
+    x = x if norm is None else norm(x)
+    product = F.linear(x, weight, bias)
     if gated:
-        gate, up = product.chunk(2, -1)
-        product = F.silu(gate) * up
+        gate, factor = product.chunk(2, -1) if up is None else (product, F.linear(x, up))
+        product = F.silu(gate) * factor
     if rotary is not None:
         product = rotary(product)
     return product if residual is None else residual + product
@@ -92,26 +92,29 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
     *,
+    norm: Tensor | None = None,
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
 ) -> Tensor:
-    return _run(x, weight, bias, None, False, fixed, None, _norm_maybe(norm, eps, mean))
+    return _run(x, weight, bias, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def gated(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
     *,
+    up: Tensor | None = None,
+    norm: Tensor | None = None,
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
 ) -> Tensor:
-    return _run(x, weight, bias, None, True, fixed, None, _norm_maybe(norm, eps, mean))
+    if up is not None:
+        check_up(weight, bias, up)
+    return _run(x, weight, bias, gated=True, norm=_norm_maybe(norm, eps, mean), up=up, fixed=fixed)
 
 
 def add(
@@ -119,13 +122,13 @@ def add(
     weight: Tensor,
     residual: Tensor,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
     *,
+    norm: Tensor | None = None,
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
 ) -> Tensor:
-    return _run(x, weight, bias, residual, False, fixed, None, _norm_maybe(norm, eps, mean))
+    return _run(x, weight, bias, residual, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def rotary(
@@ -134,15 +137,16 @@ def rotary(
     cos: Tensor,
     sin: Tensor,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
     *,
     rotated: int,
+    norm: Tensor | None = None,
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
 ) -> Tensor:
     check_rotary(x, weight, cos, sin, rotated)
-    return _run(x, weight, bias, None, False, fixed, Rotary(cos, sin, rotated), _norm_maybe(norm, eps, mean))
+    turned = Rotary(cos, sin, rotated)
+    return _run(x, weight, bias, rotary=turned, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def _norm_maybe(weight: Tensor | None, eps: float | None, mean: bool) -> Norm | None:
@@ -175,39 +179,40 @@ def _run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
-    gated: bool,
+    residual: Tensor | None = None,
+    *,
     fixed: bool,
+    gated: bool = False,
     rotary: Rotary | None = None,
     norm: Norm | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
-    check(x, weight, bias, residual, gated)
+    check(x, weight, bias, residual, gated and up is None)
     if norm is not None:
         check_norm(x, norm)
     if fixed:
-        return _fixed(x, weight, bias, residual, gated, rotary, norm)
+        return _fixed(x, weight, bias, residual, gated, rotary, norm, up)
     if x.device.type != "cuda":
-        return define(x, weight, bias, residual, gated, rotary, norm)
+        return define(x, weight, bias, residual, gated, rotary, norm, up)
     rows = x.shape[:-1].numel()
-    if norm is not None and (rows > _most_rows(norm) or norm.obstacle(x.dtype)):
+    if norm is not None and (rows > most_rows(norm) or norm.obstacle(x.dtype)):
         x, norm = norm.apart(x), None
     if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
         choice = importlib.import_module(".skinny_choice", __package__)
         # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of its own.
-        pairs = gated or rotary is not None
-        tiles = choice.tiles_maybe(rows, weight, pairs, norm)
+        tiles = choice.tiles_maybe(rows, weight, gated or rotary is not None, norm, up)
         if tiles is None and rotary is not None:
-            tiles = choice.own_tiles(rows, weight, pairs, norm)
+            tiles = choice.own_tiles(rows, weight, True, norm)
         if tiles is not None:
             backend = importlib.import_module(".skinny_backend", __package__)
             flat = None if residual is None else residual.reshape(rows, -1)
-            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary, norm)
+            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary, norm, up)
             return made.view(*x.shape[:-1], made.shape[1])
     x = x if norm is None else norm.apart(x)
-    return eager(x, weight, bias, residual, gated, rotary).contiguous()
+    return eager(x, weight, bias, residual, gated, rotary, up=up).contiguous()
 
 
-def _most_rows(norm: Norm | None) -> int:
+def most_rows(norm: Norm | None) -> int:
     """Rows of one launch."""
     return MAX_ROWS if norm is None or norm.weight is None else GAIN_ROWS
 
@@ -220,13 +225,14 @@ def _fixed(
     gated: bool,
     rotary: Rotary | None,
     norm: Norm | None,
+    up: Tensor | None,
 ) -> Tensor:
     """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
     on_cuda = x.device.type == "cuda"
     reason = obstacle(x.dtype, weight) or (norm.obstacle(x.dtype) if norm is not None else "")
     if on_cuda and reason:
         raise ValueError(f"fixed=True: {reason}; pass half precision and a weight with contiguous columns")
-    rows, step = x.shape[:-1].numel(), _most_rows(norm) if on_cuda else 1
+    rows, step = x.shape[:-1].numel(), most_rows(norm) if on_cuda else 1
     flat = x.reshape(rows, x.shape[-1])
     added = None if residual is None else residual.reshape(rows, -1)
     made = []
@@ -236,11 +242,11 @@ def _fixed(
         if on_cuda:
             backend = importlib.import_module(".skinny_backend", __package__)
             choice = importlib.import_module(".skinny_choice", __package__)
-            tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None, norm)
-            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn, norm))
+            tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None, norm, up)
+            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn, norm, up))
         else:  # a copy: how a product is added may follow from where its operand begins
-            made.append(define(some.clone(), weight, bias, more, gated, turn, norm))
-    width = weight.shape[0] // (2 if gated else 1)
+            made.append(define(some.clone(), weight, bias, more, gated, turn, norm, up))
+    width = weight.shape[0] // (2 if gated and up is None else 1)
     whole = torch.cat(made) if len(made) > 1 else made[0] if made else x.new_empty(0, width)
     return whole.view(*x.shape[:-1], width)
 
@@ -249,8 +255,8 @@ def _fake(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+def _fake_gated(x: Tensor, weight: Tensor, *_: object, up: Tensor | None = None, **__: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if up is None else 1)))
 
 
 def _register() -> torch.library.Library:

@@ -25,11 +25,14 @@ def launch(
     tiles: Tiles,
     rotary: Rotary | None = None,
     norm: Norm | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says."""
+    """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says. up [N, K] with the
+    strides of the weight: the other half of a gated one.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, depth = x.shape
-    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    width = weight.shape[0] // 2 if gated and up is None else weight.shape[0]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0 or width == 0:
         return out
@@ -54,7 +57,8 @@ def launch(
     skinny_kernel[(blocks, tiles.splits)](
         x, weight, bias if bias is not None else out, residual if residual is not None else out,
         cos, sin, out if gain is None else gain, out, part, arrived,
-        rows, columns, depth, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+        rows, columns, depth, x.stride(0), weight.stride(0), _to_up(weight, up, width),
+        0 if residual is None else residual.stride(0),
         cos.stride(0), sin.stride(0), out.stride(0), 0 if rotary is None else rotary.width,
         1.0 / max(1, depth) if norm is not None and norm.mean else 1.0, 0.0 if norm is None else norm.eps,
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATED=gated,
@@ -62,7 +66,7 @@ def launch(
         EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
         NORM=norm is not None, GAIN=gain is not None,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
-        STAGES=tiles.stages, AHEAD=_ahead(tiles, weight) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
+        STAGES=tiles.stages, AHEAD=_ahead(tiles, weight, up) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
         UPCAST=not on_cuda,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -75,7 +79,16 @@ def _rows(x: Tensor, rows: int) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-def _ahead(tiles: Tiles, weight: Tensor) -> int:
+def _to_up(weight: Tensor, up: Tensor | None, width: int) -> int:
+    """Elements from the first line of gate to that of up, which may lie anywhere."""
+    if up is None:
+        return width * weight.stride(0)
+    return (up.data_ptr() - weight.data_ptr()) // weight.element_size()
+
+
+def _ahead(tiles: Tiles, weight: Tensor, up: Tensor | None) -> int:
     """Prefetches come in units of 16 bytes, from addresses that are multiples of 16."""
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+    weights = (weight,) if up is None else (weight, up)
+    aligned = all(one.data_ptr() % 16 == 0 for one in weights)
+    aligned = aligned and weight.stride(0) * weight.element_size() % 16 == 0
     return tiles.ahead if aligned else 0

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import cdiv
 
-from .skinny import Norm, starts_early
+from .arrivals import arrivals
+from .skinny import GAIN_ROWS, Norm, starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
@@ -66,15 +68,41 @@ class Shape:
 _choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
-def tiles_maybe(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles | None:
-    """The tiles for a call, or None where the library serves it better, with a kernel for the norm ahead of it."""
-    return choose(_shape(weight, gated, norm), _bucket(rows))
+def tiles_maybe(
+    rows: int, weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None
+) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better, with a kernel for the norm ahead of it. up: the
+    other half of a gated weight.
+    """
+    return choose(shape_of(weight, gated, norm, up), _bucket(rows))
 
 
 def own_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
-    shape, bucket = _shape(weight, gated, norm), _bucket(rows)
+    shape, bucket = shape_of(weight, gated, norm), _bucket(rows)
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
+
+
+def _buckets(rows: int | None) -> tuple[int, ...]:
+    """All that so many rows may need; None stands for any number, and beyond the last there is nothing to choose."""
+    if rows is None:
+        return BUCKETS
+    return (_bucket(rows),) if rows <= BUCKETS[-1] else ()
+
+
+def prepare(shape: Shape, rows: int | None) -> None:
+    """Make now what calls of a shape with so many rows need once (None: with any number of rows): the choice of tiles,
+    which is measured where it is not known, and the counters of tiles with splits. Such calls can then be captured, and
+    keep nothing that was made meanwhile.
+    """
+    with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
+        for bucket in _buckets(rows):
+            apart = shape.norm == "weighted norm" and bucket > GAIN_ROWS  # in a kernel of its own
+            called = replace(shape, norm="") if apart else shape
+            choose(called, bucket)
+            split = [tiles for tiles in candidates(called, bucket) if tiles.splits > 1]
+            for tiles in split if shape.device.type == "cuda" else ():
+                arrivals(shape.device, cdiv(called.product(bucket).width, tiles.lines))
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
@@ -87,11 +115,13 @@ def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
-def fixed_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
+def fixed_tiles(
+    rows: int, weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None
+) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
     same order. That of a product with a norm follows its columns too.
     """
-    tiles = default_choice(_shape(weight, gated, norm), _bucket(rows))
+    tiles = default_choice(shape_of(weight, gated, norm, up), _bucket(rows))
     if norm is not None and tiles.columns > FIXED_COLUMNS:
         parts = tiles.columns // FIXED_COLUMNS
         tiles = replace(tiles, columns=FIXED_COLUMNS, stages=min(7, parts * (tiles.stages - 1) + 1))
@@ -100,9 +130,11 @@ def fixed_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None
     return tiles
 
 
-def _shape(weight: Tensor, gated: bool, norm: Norm | None) -> Shape:
+def shape_of(weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None) -> Shape:
+    """That of a product. Tensors may be fake."""
+    lines, depth = weight.shape[0] * (1 if up is None else 2), weight.shape[1]
     kind: Any = "" if norm is None else "norm" if norm.weight is None else "weighted norm"
-    return Shape(weight.shape[0], weight.shape[1], gated, weight.dtype, weight.device, kind)
+    return Shape(lines, depth, gated, weight.dtype, weight.device, kind)
 
 
 def _bucket(rows: int) -> int:
@@ -186,12 +218,8 @@ class _Bench:
         """None for tiles that the GPU has no room for."""
         x, gated = self.x[:rows], self.shape.gated
         try:
-            return _time(
-                [
-                    functools.partial(launch, x, w, None, None, gated, tiles, None, self.norm)
-                    for w in self.weights
-                ]
-            )
+            run = functools.partial(launch, x, norm=self.norm)
+            return _time([functools.partial(run, w, None, None, gated, tiles) for w in self.weights])
         except triton.runtime.errors.OutOfResources:
             return None
 

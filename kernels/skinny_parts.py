@@ -92,6 +92,19 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
             )
 
 
+def check_up(weight: Tensor, bias: Tensor | None, up: Tensor) -> None:
+    """Raises ValueError where two weights are no gate and up of one product."""
+    if bias is not None:
+        raise ValueError("a bias needs gate and up in one weight: pass weight=[gate; up] and no up")
+    for what in ("shape", "dtype", "device"):
+        if getattr(up, what) != getattr(weight, what):
+            raise ValueError(
+                f"up has {what} {getattr(up, what)}, gate {getattr(weight, what)}; they must agree"
+            )
+    if up.stride() != weight.stride():
+        raise ValueError(f"up has strides {up.stride()}, gate {weight.stride()}; they must agree")
+
+
 def check_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
     """Raises ValueError where heads and angles do not fit the product."""
     size = cos.shape[-1]

@@ -101,24 +101,36 @@ def weight_line(tile, r, N, BN: tl.constexpr, GATED: tl.constexpr, HALF: tl.cons
     """
     n = tile * BN + (r % BN)
     if GATED:
-        return n + (r // BN) * N, n
+        return n + (r // BN).to(tl.int64) * N, n
     if HALF > 0:
         return n + n // HALF * HALF + (r // BN) * HALF, n
     return n, n
 
 
 @triton.jit
-def prefetch_weight(w, tile, k0, N, end, w_n, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+def weight_at(tile, r, N, w_n, w_up, BN: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr):
+    """Where those lines begin, in elements, and the same columns. Lines of up begin w_up behind those of gate, in the
+    same weight or in another.
+    """
+    if GATED:
+        n = tile * BN + (r % BN)
+        return n * w_n + (r // BN).to(tl.int64) * w_up, n
+    line, n = weight_line(tile, r, N, BN, GATED, HALF)
+    return line * w_n, n
+
+
+@triton.jit
+def prefetch_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
                     HALF: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
     """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache: one request per thread."""
     PARTS: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
     WIDTH: tl.constexpr = AHEAD // PARTS
     t = tl.arange(0, ROWS * PARTS)
-    line, n = weight_line(tile, t // PARTS, N, BN, GATED, HALF)
+    line, n = weight_at(tile, t // PARTS, N, w_n, w_up, BN, GATED, HALF)
     k = k0 + (t % PARTS) * WIDTH
     wanted = (n < N) & (k + WIDTH <= end)
     size = tl.where(wanted, WIDTH * w.dtype.element_ty.primitive_bitwidth // 8, 0)
-    at = w + tl.where(wanted, line * w_n + k, 0)
+    at = w + tl.where(wanted, line + k, 0)
     tl.inline_asm_elementwise(
         PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -133,7 +145,10 @@ def halves(y, BN: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.constexpr, BM: tl.constexpr,
                   HALF: tl.constexpr):  # fmt: skip
-    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF]."""
+    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF].
+
+    Which of the two products a sum rounds is written out: left to the compiler it depends on the tile's layout.
+    """
     a, b = halves(y, BN, BM)
     first = n + n // HALF * HALF
     j = (n % HALF)[:, None]
@@ -143,8 +158,8 @@ def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.c
     sin_a = tl.load(sin + at_m * s_m + j, mask=turn, other=0.0).to(tl.float32)
     sin_b = tl.load(sin + at_m * s_m + j + HALF, mask=turn, other=0.0).to(tl.float32)
     at = out + at_m * o_m + first[:, None]
-    tl.store(at, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=ok)
-    tl.store(at + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=ok)
+    tl.store(at, tl.fma(a, cos_a, -(b * sin_a)).to(out.dtype.element_ty), mask=ok)
+    tl.store(at + HALF, tl.fma(b, cos_b, a * sin_b).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -172,9 +187,9 @@ def finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TUR
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x, w, bias, residual, cos, sin, gain, out, part, arrived, M, N, K, x_m, w_n, r_m, c_m, s_m, o_m, TURNED, share,
-    eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, GAIN: tl.constexpr,
+    x, w, bias, residual, cos, sin, gain, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
+    share, eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -190,17 +205,17 @@ def skinny_kernel(
     end = tl.minimum(start + steps * BK, K)
     if PDL:
         if AHEAD > 0:
-            prefetch_weight(w, tile, start, N, end, w_n, BN, ROWS, GATED, HALF, AHEAD, THREADS)
+            prefetch_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD, THREADS)
         # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
         # kernels read what those have written without a wait of their own.
         gdc_wait()
         gdc_launch_dependents()
-    line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED, HALF)
+    line, column = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
     m = tl.arange(0, BM)
     c = tl.arange(0, COLUMNS)
     if SLICES == 1:
         k_w, k_x = c[None, :], c[:, None]
-        w_at = w + line[:, None] * w_n + k_w  # [ROWS, BK]
+        w_at = w + line[:, None] + k_w  # [ROWS, BK]
         x_at = x + m.to(tl.int64)[None, :] * x_m + k_x  # [BK, BM]
         acc = tl.zeros([ROWS, BM], tl.float32)
         line_ok, row_ok = (column < N)[:, None], (m < M)[None, :]
@@ -208,7 +223,7 @@ def skinny_kernel(
     else:
         k = tl.arange(0, SLICES)[:, None] * RUN + (c // RUN * (SLICES * RUN) + c % RUN)[None, :]
         k_w, k_x = k[:, None, :], k[:, :, None]
-        w_at = w + line[None, :, None] * w_n + k_w  # [SLICES, ROWS, COLUMNS]
+        w_at = w + line[None, :, None] + k_w  # [SLICES, ROWS, COLUMNS]
         x_at = x + m.to(tl.int64)[None, None, :] * x_m + k_x  # [SLICES, COLUMNS, BM]
         acc = tl.zeros([SLICES, ROWS, BM], tl.float32)
         line_ok, row_ok = (column < N)[None, :, None], (m < M)[None, None, :]

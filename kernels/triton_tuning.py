@@ -44,7 +44,7 @@ class Tiles:
     warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
-    min_kept: int = 256
+    min_kept: int = 512
     max_kept: int = 16
     guesses: int = 3
     short: int = 8192

@@ -34,6 +34,7 @@ class Options:
         implementation: which kernels the ops run: "auto", "reference", "batched" or "triton".
         roll: fold the loop into one body where that can be proved.
         merge_linears: join linear layers that read the same input.
+        skinny_products: in decode graphs of torch.compile, run linear layers as products of a few rows.
         dump_dir: where numbered graphs are written, or None.
     """
 
@@ -44,6 +45,7 @@ class Options:
     implementation: str = "auto"
     roll: bool = True
     merge_linears: bool = False
+    skinny_products: bool = False
     dump_dir: Path | None = None
 
 

@@ -1,7 +1,7 @@
 """The passes over a compiled forward with a cache: from the graph that Dynamo made to one with our ops.
 
-The graph belongs to the user's own model and keeps its cache, its masks and its inputs; only attention calls of one
-query over a cache change. A graph of a prefill is left as it is.
+The graph belongs to the user's own model and keeps its cache, its masks and its inputs; attention calls of one query
+over a cache change, and the linear layers of a graph that has such calls. A graph of a prefill is left as it is.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from typing import Any
 
 from torch import fx
 
+from ..kernels.skinny import MAX_ROWS
 from .base import Compilation, Options, Pass, PassManager
 from .cached_grammar import check_cached
 from .cached_rewrite import RewriteCalls
 from .cached_schedule import ScheduleCalls
 from .calls import AttentionCall, Unmatched, find_calls
-from .nodes import cache_inputs, fake
+from .errors import PassError
+from .nodes import cache_inputs, fake, fake_maybe, operation, size_hint_maybe
 from .program import PassRecord
 from .sites import number_calls, unscheduled_site
+from .skinny import Replaced, operands, replace_linears, why_not
 
 WindowOf = Callable[[AttentionCall], int]
 _ROOT = re.compile(r"^[LG](?:\[[^\]]*\])+(?:\.args\[\d+\])?\.?")
 """The variable that holds a model: L['self'], G['MODEL'], L['models'][0], L['partial'].args[0]."""
 _MODULES = re.compile(r"_modules\['([^']*)'\]")
+GRADIENTS = "gradients flow through it; decode under torch.no_grad() or torch.inference_mode()"
 NO_PAST = "there is no past: its keys are those of this step"
 
 
@@ -37,11 +41,13 @@ class CachedCompilation(Compilation):
         window_of: the sliding window of a call, 0 for none; asked of the front end, which knows the modules.
         calls: the calls that can be rewritten, one per site.
         left: what was found and is left alone, with the reason.
+        products: what became of the linear layers of a decode graph; None where they were not to change.
     """
 
     window_of: WindowOf = field(default=lambda call: 0)
     calls: tuple[AttentionCall, ...] = ()
     left: tuple[Unmatched, ...] = ()
+    products: Replaced | None = None
     prefill: bool = False
 
     @property
@@ -112,7 +118,7 @@ def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str
     if not cache_inputs(call.key) or not cache_inputs(call.value):
         return "its keys do not come from a cache"
     if fake(call.node).requires_grad:
-        return "gradients flow through it; decode under torch.no_grad() or torch.inference_mode()"
+        return GRADIENTS
     return ""
 
 
@@ -136,7 +142,45 @@ class LabelCalls(Pass):
         return {"sites": len(sites), "looped": sum(site.loops > 1 for site in sites)}
 
 
-PASSES = (FindCalls(), LabelCalls(), ScheduleCalls(), RewriteCalls())
+class FewRows(Pass):
+    """Linear layers of a decode graph into products of a few rows, as `skinny` says, with the norms that those take
+    along, where the option asks for them.
+
+    A symbolic number of rows is judged by the one that the graph is compiled for, without a guard: the ops are right
+    for any number, beyond MAX_ROWS with the library's products.
+    """
+
+    name = "few_rows"
+
+    def run(self, compilation: Compilation) -> dict[str, int]:
+        assert isinstance(compilation, CachedCompilation)
+        if not compilation.options.skinny_products or compilation.kind != "decode":
+            return {}
+        made = compilation.products = replace_linears(compilation.graph.graph, _why_not_few)
+        return dict(made.counts, norms=made.norms, library=len(made.left))
+
+    def ensure(self, compilation: Compilation) -> None:
+        assert isinstance(compilation, CachedCompilation)
+        if compilation.products is None:
+            return
+        known = {node for node, _ in compilation.products.left}
+        for node in compilation.graph.graph.nodes:
+            if operation(node) == "linear" and node not in known:
+                raise PassError(f"the linear layer {node.name} was neither replaced nor given a reason")
+
+
+def _why_not_few(node: fx.Node) -> str:
+    x = fake_maybe(operands(node)[0])
+    rows = None if x is None else size_hint_maybe(x.shape[:-1])
+    if rows is None:
+        return "its number of rows is not known"
+    if rows > MAX_ROWS:
+        return f"it has {rows} rows, more than {MAX_ROWS}"
+    value = fake_maybe(node)
+    return GRADIENTS if value is None or value.requires_grad else why_not(node)
+
+
+PASSES = (FindCalls(), LabelCalls(), ScheduleCalls(), RewriteCalls(), FewRows())
 
 
 def rewrite_graph(

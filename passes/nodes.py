@@ -1,21 +1,50 @@
-"""Reading the graphs that Dynamo hands to a backend, where one operation has many spellings.
+"""Reading graphs, in which one operation has many spellings: those that Dynamo hands to a backend, and exported ones.
 
 `a @ b`, `torch.matmul(a, b)` and `a.matmul(b)` are three targets; `operation` gives them one name. Shapes are those of
-the fake values that Dynamo leaves on its nodes.
+the fake values that tracers leave on their nodes.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 F = torch.nn.functional
+aten = torch.ops.aten
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+"""Types of values that are nothing more than their numbers."""
 
 _FUNCTIONS: dict[Any, str] = {
+    aten._to_copy.default: "cast",
+    aten.add.Tensor: "add",
+    aten.cat.default: "cat",
+    aten.chunk.default: "chunk",
+    aten.linear.default: "linear",
+    aten.mean.dim: "mean",
+    aten.mul.Tensor: "mul",
+    aten.neg.default: "neg",
+    aten.pow.Tensor_Scalar: "pow",
+    aten.reshape.default: "reshape",
+    aten.rms_norm.default: "rms_norm",
+    aten.rsqrt.default: "rsqrt",
+    aten.silu.default: "silu",
+    aten.slice.Tensor: "slice",
+    aten.split.Tensor: "split",
+    aten.square.default: "square",
+    aten.squeeze.dim: "squeeze",
+    aten.sum.dim_IntList: "sum",
+    aten.to.dtype: "cast",
+    aten.to.dtype_layout: "cast",
+    aten.transpose.int: "transpose",
+    aten.type_as.default: "cast",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.view.default: "reshape",
     F.scaled_dot_product_attention: "sdpa",
     torch.matmul: "matmul",
     torch.bmm: "matmul",
@@ -90,6 +119,22 @@ def fake(node: fx.Node) -> torch.Tensor:
     found = fake_maybe(node)
     assert found is not None, f"node {node.name} carries no tensor"
     return found
+
+
+def same_sizes(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether sizes are equal for every value of their symbols; asking adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    pairs = zip(these, those, strict=False)
+    return len(these) == len(those) and all(statically_known_true(mine == theirs) for mine, theirs in pairs)
+
+
+def size_hint_maybe(sizes: Sequence[Any]) -> int | None:
+    """How many elements a shape has where its symbols are what the graph is compiled for; None where one has no such
+    value. Asking adds no guard.
+    """
+    hints = [size if isinstance(size, int) else size.node.hint for size in sizes]
+    return None if any(hint is None for hint in hints) else math.prod(map(int, hints))
 
 
 def is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
     %w : to(%x, float32)
     %m : mean(pow(%w, 2), [-1], True)
     %r : rsqrt(add(%m, 1e-06))
-    %n : mul(%gain, to(mul(%w, %r), bfloat16))     ->     %y : skinny_linear(%x, %w1, None, %gain, eps=1e-06)
+    %n : mul(%gain, to(mul(%w, %r), bfloat16))     ->     %y : skinny_linear(%x, %w1, norm=%gain, eps=1e-06)
     %y : skinny_linear(%n, %w1)
 
 Which norms (`Norms`):
@@ -17,6 +17,7 @@ Which norms (`Norms`):
 What is normalised must be read by products alone, each of which does so for itself. Only norms over the last dimension
 count, in the forms that models write: the mean or the sum of the squares in float32, a weight before or after the
 result is rounded, or one `rms_norm`. In float16 a norm with a weight stays (`kernels.skinny_parts.Norm.obstacle`).
+Nothing is moved past a node that writes in place.
 """
 
 from __future__ import annotations
@@ -29,22 +30,15 @@ import torch
 from torch import fx
 
 from ..kernels.skinny import HALF
-from .graph import is_call, is_shape
-
-aten, ours = torch.ops.aten, torch.ops.sparse_compile
+from .columns import operands_maybe
+from .graph import PRODUCTS, erase
+from .nodes import PLAIN, argument, fake, fake_maybe, number_maybe, operation, same_sizes, scalar_operand
+from .values import is_pure, quiet
 
 Norms = Literal["alone", "all", "none"]
 DEFAULT: Norms = "alone"
 
-OPERANDS = {
-    ours.skinny_linear.default: 2,
-    ours.skinny_gated.default: 2,
-    ours.skinny_add.default: 3,
-    ours.skinny_rotary.default: 4,
-}
-"""Products, and how many operands they have ahead of bias and norm."""
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
-_VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim)
+_VIEWS = ("reshape", "unsqueeze", "squeeze")
 
 
 @dataclass(frozen=True)
@@ -59,148 +53,147 @@ class Norm:
 
 
 def fuse_norms(graph: fx.Graph, norms: Norms = DEFAULT) -> int:
-    """Lets products take norms along; returns how many norms. What nothing reads any more stays in the graph."""
+    """Lets products take norms along; returns how many norms."""
     found = 0
     for node in list(graph.nodes) if norms != "none" else ():
         norm = norm_maybe(node)
-        if norm is None or not _only_products_read(node):
+        if norm is None or not _only_products_read(node, norm):
             continue
-        if norm.weight is not None and node.meta["val"].dtype == torch.float16:
+        if norm.weight is not None and fake(node).dtype == torch.float16:
             continue
         if norms == "alone" and not _is_kernel(norm):
             continue
         for product in list(node.users):
             _take_along(product, norm)
+        erase(graph, node)
         found += 1
     return found
 
 
 def norm_maybe(node: fx.Node) -> Norm | None:
     """The norm that ends with a node, in half precision as what it normalises; None for anything else."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in HALF:
+    value = fake_maybe(node)
+    if value is None or value.dtype not in HALF:
         return None
-    norm = _whole_maybe(node) if is_call(node, aten.rms_norm.default) else _written_out_maybe(node)
-    if norm is None or not _is_weight(norm.weight, value):
+    norm = _whole_maybe(node) if operation(node) == "rms_norm" else _written_out_maybe(node)
+    if norm is None or not _is_weight(norm.weight, value) or not all(is_pure(one) for one in norm.inside):
         return None
-    rows = norm.rows.meta["val"]
     outside = any(set(one.users) - norm.inside for one in norm.inside if one is not node)
-    return None if outside or (rows.shape, rows.dtype) != (value.shape, value.dtype) else norm
+    return None if outside or not _alike(fake_maybe(norm.rows), value) else norm
+
+
+def _alike(rows: torch.Tensor | None, value: torch.Tensor) -> bool:
+    if rows is None or type(rows) not in PLAIN:
+        return False
+    return (rows.dtype, rows.device) == (value.dtype, value.device) and same_sizes(rows.shape, value.shape)
 
 
 def _whole_maybe(node: fx.Node) -> Norm | None:
     """rms_norm(x, [K], weight, eps); without an eps it depends on the version of torch."""
-    rows, shape, weight, eps = (*node.args, None, None)[:4]
-    if not isinstance(rows, fx.Node) or len(shape) != 1 or not isinstance(eps, float):  # type: ignore[arg-type]
+    rows, shape, weight, eps = (
+        argument(node, at, name) for at, name in enumerate(("input", "normalized_shape", "weight", "eps"))
+    )
+    number = number_maybe(eps)
+    if not isinstance(rows, fx.Node) or len(shape) != 1 or number is None:
         return None
-    return Norm(rows, weight, eps, True, frozenset({node}))  # type: ignore[arg-type]
+    return Norm(rows, weight, number, True, frozenset({node}))
 
 
 def _written_out_maybe(node: fx.Node) -> Norm | None:
     """A cast of a scaled row, or of its product with a weight, or the product of that cast with a weight."""
-    weight: fx.Node | None = None
-    inside = {node}
-    rounded = node
-    if is_call(node, aten.mul.Tensor):
-        pairs = [(one, other) for one, other in _factors(node) if _cast_maybe(one, node) is not None]
-        if len(pairs) != 1:
-            return None
+    dtype = fake(node).dtype
+    rounded, weight = node, None
+    pairs = [(one, other) for one, other in _factors(node) if _cast_maybe(one, dtype) is not None]
+    if len(pairs) == 1:
         rounded, weight = pairs[0]
-        inside.add(rounded)
-    scaled = _cast_maybe(rounded, node)
-    if scaled is None or scaled.meta["val"].dtype != torch.float32:
+    scaled = _cast_maybe(rounded, dtype)
+    if scaled is None or fake(scaled).dtype != torch.float32:
         return None
-    inside.add(scaled)
-    core = _scaled_maybe(scaled)
+    inside = {node, rounded, scaled}
+    core = _scaled_maybe(scaled, dtype)
     if core is None and weight is None:
         for one, other in _factors(scaled):
-            core = _scaled_maybe(one)
+            core = _scaled_maybe(one, dtype)
             if core is not None:
-                inside.add(one)
-                weight = _cast_maybe(other, node) or other
-                inside |= {other} - {weight}
+                weight = _cast_maybe(other, dtype) or other
+                inside |= {one, other} - {weight}
                 break
     if core is None:
         return None
     return Norm(core.rows, weight, core.eps, core.mean, core.inside | inside)
 
 
-def _scaled_maybe(node: fx.Node) -> Norm | None:
-    """mul(%w, rsqrt(add(mean(square(%w)), eps))), where %w are rows in float32."""
+def _scaled_maybe(node: fx.Node, dtype: torch.dtype) -> Norm | None:
+    """mul(%w, rsqrt(add(mean(square(%w)), eps))), where %w are rows of `dtype` in float32."""
     for wide, root in _factors(node):
-        if not is_call(root, aten.rsqrt.default) or not isinstance(root.args[0], fx.Node):
+        rows = _cast_maybe(wide, dtype)
+        raised = root.args[0] if operation(root) == "rsqrt" else None
+        if rows is None or not isinstance(raised, fx.Node) or operation(raised) != "add":
             continue
-        raised = root.args[0]
-        if (
-            not is_call(raised, aten.add.Tensor)
-            or raised.kwargs
-            or not isinstance(raised.args[1], float | int)
-        ):
-            continue
-        share, eps = raised.args
-        rows = wide.args[0] if wide.op == "call_function" and wide.target in _CASTS else None
-        if not isinstance(share, fx.Node) or not isinstance(rows, fx.Node) or not _along_rows(share):
-            continue
-        square = share.args[0]
-        if isinstance(square, fx.Node) and _is_square(square, wide):
-            mean = is_call(share, aten.mean.dim)
-            return Norm(rows, None, float(eps), mean, frozenset({node, wide, root, raised, share, square}))  # type: ignore[arg-type]
+        share, eps = (operands_maybe(raised) and scalar_operand(raised)) or (None, 0.0)
+        square = _summed_maybe(share) if share is not None else None
+        if share is not None and square is not None and _is_square(square, wide):
+            inside = frozenset({node, wide, root, raised, share, square})
+            return Norm(rows, None, eps, operation(share) == "mean", inside)
     return None
 
 
 def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The factors of a product of two tensors, in both orders."""
-    if is_call(node, aten.mul.Tensor):
-        one, other = node.args
-        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-            yield one, other
-            yield other, one
+    one, other = (operands_maybe(node) if operation(node) == "mul" else None) or (None, None)
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        yield one, other
+        yield other, one
 
 
-def _cast_maybe(node: fx.Node, like: fx.Node) -> fx.Node | None:
-    """What a cast to or from the dtype of `like` casts."""
-    if node.op != "call_function" or node.target not in _CASTS:
+def _cast_maybe(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """What a cast from `dtype` to float32 or back casts."""
+    source = node.args[0] if operation(node) == "cast" else None
+    made, given = fake_maybe(node), fake_maybe(source)
+    if made is None or given is None:
         return None
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
+    return source if {made.dtype, given.dtype} == {dtype, torch.float32} else None  # type: ignore[return-value]
+
+
+def _summed_maybe(node: fx.Node) -> fx.Node | None:
+    """What a node is the mean or the sum of, over the last dimension, which it keeps."""
+    plain = operation(node) in ("mean", "sum") and set(node.kwargs) <= {"dim", "keepdim"}
+    dims, source = argument(node, 1, "dim"), node.args[0] if plain and node.args else None
+    value = fake_maybe(source)
+    if value is None or argument(node, 2, "keepdim") is not True:
         return None
-    dtypes = {one.meta["val"].dtype for one in (node, source)}
-    return source if dtypes == {like.meta["val"].dtype, torch.float32} else None
-
-
-def _along_rows(node: fx.Node) -> bool:
-    """Whether a node is the mean or the sum over the last dimension, which it keeps."""
-    if node.op != "call_function" or node.target not in (aten.mean.dim, aten.sum.dim_IntList) or node.kwargs:
-        return False
-    source, dims, keeps = (*node.args, False)[:3] if len(node.args) > 1 else (node, (), False)
-    assert isinstance(source, fx.Node)
-    return list(dims) in ([-1], [source.meta["val"].dim() - 1]) and keeps is True  # type: ignore[arg-type]
+    last = list(dims) if isinstance(dims, list | tuple) else [dims]
+    return source if last in ([-1], [value.dim() - 1]) else None  # type: ignore[return-value]
 
 
 def _is_square(node: fx.Node, of: fx.Node) -> bool:
-    if is_call(node, aten.pow.Tensor_Scalar):
-        return node.args == (of, 2)
-    return (is_call(node, aten.mul.Tensor) and node.args == (of, of)) or (
-        is_call(node, aten.square.default) and node.args[0] is of
-    )
+    if operation(node) == "mul":
+        return operands_maybe(node) == (of, of)
+    wanted = {"pow": (of, 2), "square": (of,)}.get(operation(node))
+    return wanted is not None and node.args == wanted and not node.kwargs
 
 
 def _is_weight(node: Any, value: torch.Tensor) -> bool:
     """Whether a node holds a plain weight for rows such as `value`, which nothing computes; None is none at all."""
     if node is None:
         return True
-    held = node.meta.get("val")
-    plain = node.op in ("placeholder", "get_attr") and isinstance(held, torch.Tensor)
-    return plain and (tuple(held.shape), held.dtype) == ((value.shape[-1],), value.dtype)
+    held = fake_maybe(node)
+    if held is None or type(held) not in PLAIN or node.op not in ("placeholder", "get_attr"):
+        return False
+    return held.dtype == value.dtype and same_sizes(held.shape, value.shape[-1:])
 
 
-def _only_products_read(node: fx.Node) -> bool:
-    """Whether all that read a node are products, of their rows and nothing else, without a norm yet."""
+def _only_products_read(node: fx.Node, norm: Norm) -> bool:
+    """Whether all that read a node are products, of their rows and nothing else, without a norm yet; and nothing is
+    written between the norm's first node and them.
+    """
+    first = min(norm.inside)
     return bool(node.users) and all(
-        user.target in OPERANDS
+        user.target in PRODUCTS.values()
         and user.args[0] is node
-        and node not in user.args[1:]
+        and node not in (*user.args[1:], *user.kwargs.values())
         and "eps" not in user.kwargs
+        and quiet(first, user)
         for user in node.users
     )
 
@@ -208,19 +201,24 @@ def _only_products_read(node: fx.Node) -> bool:
 def _is_kernel(norm: Norm) -> bool:
     """Whether a compiler would make the norm a kernel of its own, with nothing to fuse it with."""
     made = norm.rows
-    while made.op == "call_function" and made.target in _VIEWS:
+    while operation(made) in _VIEWS:
         made = made.args[0]  # type: ignore[assignment]
     return (made.op == "placeholder" or _is_ours(made)) and _only_ours_read(made, norm.inside)
 
 
 def _only_ours_read(node: fx.Node, but: frozenset[fx.Node]) -> bool:
-    """Whether a node is read, itself or through views, by our ops, the end of the piece and `but` alone."""
+    """Whether a node is read, itself or through views, by our ops, the end of the graph and `but` alone."""
     return all(
         _only_ours_read(user, but)
-        if user.op == "call_function" and user.target in _VIEWS
-        else user in but or user.op == "output" or is_shape(user) or _is_ours(user)
+        if operation(user) in _VIEWS
+        else user in but or user.op == "output" or _is_size(user) or _is_ours(user)
         for user in node.users
     )
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a number computed from shapes, or several; a compiler needs no kernel for it."""
+    return operation(node).partition(".")[0] in ("size", "sym_size", "numel")
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -229,10 +227,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _take_along(product: fx.Node, norm: Norm) -> None:
-    given = list(product.args)
-    given[0] = norm.rows
-    if norm.weight is not None:
-        given += [None] * (OPERANDS[product.target] + 1 - len(given))  # type: ignore[index]
-        given.append(norm.weight)
-    product.args = tuple(given)
-    product.kwargs = {**product.kwargs, "eps": norm.eps, **({} if norm.mean else {"mean": False})}
+    product.args = (norm.rows, *product.args[1:])
+    weight = {} if norm.weight is None else {"norm": norm.weight}
+    mean = {} if norm.mean else {"mean": False}
+    product.kwargs = {**product.kwargs, **weight, "eps": norm.eps, **mean}

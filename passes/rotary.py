@@ -8,22 +8,20 @@
     %t : mul(cat([neg(%b), %a], -1), unsqueeze(%sin, 1))
     %r : add(%c, %t)
 
-Slices that are rotated must come first, and all with the same angles and heads; of what is rotated nothing else may be
-read. The sums are the same, rounded once where the operations on the left round one by one.
+Slices that are rotated must come first, and all with the same angles and heads; a product that is rotated whole needs
+none. Of what is rotated nothing else may be read. The sums are the same, rounded once where the operations on the left
+round one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import getitem
 
-import torch
 from torch import fx
 
-from .graph import is_call
-
-aten = torch.ops.aten
+from .columns import Bounds, only_reader_maybe, operands_maybe, other_operand_maybe, readers
+from .nodes import argument, fake, operation, same_sizes
+from .values import is_pure
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Rotation:
 
 def rotation_maybe(node: fx.Node) -> Rotation | None:
     """How the heads that a linear layer makes are rotated; None where none are, or not in this form."""
-    value = node.meta["val"]
-    parts = sorted(((_bounds(user, value.shape[-1]), user) for user in node.users), key=lambda part: part[0])
+    value, parts = fake(node), _parts(node)
     cos, sin, heads, reached = None, None, list[tuple[fx.Node, fx.Node]](), 0
     for (start, stop), part in parts:
         found = _rotated_maybe(part) if start == reached < stop else None
@@ -58,13 +55,22 @@ def rotation_maybe(node: fx.Node) -> Rotation | None:
     if cos is None or sin is None:
         return None
     rest = [bounds for bounds, _ in parts[len(heads) :]]
-    size = cos.meta["val"].shape[-1]
-    fits = cos.meta["val"].shape[:-1] == value.shape[:-1] and value.shape[-1] % size == 0
-    same = all(one.meta["val"].dtype == value.dtype for one in (cos, sin))
+    size = fake(cos).shape[-1]
+    rows = value.shape[-1] % size == 0 and same_sizes(fake(cos).shape[:-1], value.shape[:-1])
+    same = all(fake(one).dtype == value.dtype for one in (cos, sin))
+    same = same and same_sizes(fake(cos).shape, fake(sin).shape)
     known = _precede((cos, sin), node)
-    if not (fits and same and known) or any(start < reached for start, _ in rest):
+    if not (rows and same and known) or any(start < reached for start, _ in rest):
         return None
     return Rotation(cos, sin, reached, tuple(heads))
+
+
+def _parts(node: fx.Node) -> list[tuple[Bounds, fx.Node]]:
+    """Columns and what takes them, in their order; -1 as the first of a reader that may take any."""
+    width, found = fake(node).shape[-1], list(readers(node))
+    if [bounds for bounds, _ in found] == [None]:
+        return [((0, width), node)]
+    return sorted((((-1, width) if at is None else at, part) for at, part in found), key=lambda one: one[0])
 
 
 def _precede(nodes: tuple[fx.Node, ...], end: fx.Node) -> bool:
@@ -77,89 +83,50 @@ def _precede(nodes: tuple[fx.Node, ...], end: fx.Node) -> bool:
     return not waiting
 
 
-def _bounds(user: fx.Node, width: int) -> tuple[int, int]:
-    """Which columns a slice of the last dimension takes; (-1, width) for anything else, which may take all."""
-    if not is_call(user, aten.slice.Tensor) or len(user.args) != 4:
-        return -1, width
-    source, dim, start, stop = user.args
-    assert isinstance(source, fx.Node)
-    if dim not in (-1, source.meta["val"].dim() - 1) or not isinstance(stop, int):
-        return -1, width
-    return (start if isinstance(start, int) else 0), min(stop, width)
-
-
-def _only(node: fx.Node, target: object) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and is_call(users[0], target) else None
-
-
 def _rotated_maybe(part: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
-    """(heads, rotated heads, cos, sin) behind a slice of a product."""
-    shaped = _only(part, aten.reshape.default) or _only(part, aten.view.default)
-    plain = _only(shaped, aten.transpose.int) if shaped is not None else None
+    """(heads, rotated heads, cos, sin) of columns of a product."""
+    shaped = only_reader_maybe(part, "reshape")
+    plain = only_reader_maybe(shaped, "transpose") if shaped is not None else None
     if shaped is None or plain is None or plain.args[1:] != (1, 2):
         return None
-    shape, source = shaped.meta["val"].shape, part.meta["val"].shape
-    if len(shape) != 4 or shape[:2] != source[:2] or shape[1] != 1 or shape[2] * shape[3] != source[-1]:
+    value, source = fake(shaped), fake(part)
+    if value.dim() != 4 or source.dim() != 3 or not same_sizes(value.shape[:2], source.shape[:2]):
         return None
-    products = [user for user in plain.users if is_call(user, aten.mul.Tensor)]
+    if not same_sizes((value.shape[1], value.shape[2] * value.shape[3]), (1, source.shape[-1])):
+        return None
+    products = [user for user in plain.users if operation(user) == "mul" and is_pure(user)]
     turned = _turned_maybe(plain, products[0]) if len(products) == 1 else None
-    beside = _only(products[0], aten.add.Tensor) if turned is not None else None
-    if turned is None or beside is None or _only(turned, aten.add.Tensor) is not beside:
+    beside = only_reader_maybe(products[0], "add") if turned is not None else None
+    if turned is None or beside is None or only_reader_maybe(turned[1], "add") is not beside:
         return None
-    if beside.kwargs or len(beside.args) != 2:
-        return None
-    cos = _angles_maybe(products[0], plain)
-    sin = _angles_maybe(turned, next(n for n in turned.all_input_nodes if is_call(n, aten.cat.default)))
-    return None if cos is None or sin is None else (plain, beside, cos, sin)
+    cos, sin = _angles_maybe(products[0], plain), _angles_maybe(turned[1], turned[0])
+    return None if operands_maybe(beside) is None or cos is None or sin is None else (plain, beside, cos, sin)
 
 
-def _turned_maybe(plain: fx.Node, product: fx.Node) -> fx.Node | None:
-    """mul(cat([neg(second half), first half], -1), ...), of heads that only `product` reads beside."""
-    found = list(_halves(plain, product))
+def _turned_maybe(plain: fx.Node, product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """cat([neg(second half), first half], -1) and its product, of heads that only `product` reads beside."""
+    found = [(bounds, reader) for bounds, reader in readers(plain) if reader is not product]
+    size = fake(plain).shape[-1]
     halves = dict(found)
-    if set(halves) != {0, 1} or len(found) != 2:
+    if set(halves) != {(0, size // 2), (size // 2, size)} or len(found) != 2:
         return None
-    negative, joined = _only(halves[1], aten.neg.default), _only(halves[0], aten.cat.default)
-    if negative is None or joined is None or _only(negative, aten.cat.default) is not joined:
+    first, second = halves[0, size // 2], halves[size // 2, size]
+    negative, joined = only_reader_maybe(second, "neg"), only_reader_maybe(first, "cat")
+    if negative is None or joined is None or only_reader_maybe(negative, "cat") is not joined:
         return None
-    along = joined.args[1] if len(joined.args) > 1 else 0
-    if list(joined.args[0]) != [negative, halves[0]] or along not in (-1, 3):  # type: ignore[arg-type]
+    parts, along = argument(joined, 0, "tensors"), argument(joined, 1, "dim", 0)
+    if list(parts) != [negative, first] or along not in (-1, 3):
         return None
-    return _only(joined, aten.mul.Tensor)
-
-
-def _halves(plain: fx.Node, product: fx.Node) -> Iterator[tuple[object, fx.Node]]:
-    """Which half (0, 1) of the heads each reader but `product` takes; -1 for one that takes anything else."""
-    half = plain.meta["val"].shape[-1] // 2
-    for user in plain.users:
-        if user is product:
-            continue
-        if is_call(user, aten.chunk.default) and user.args[1:] in ((2, -1), (2, 3)):
-            yield from ((part.args[1] if part.target is getitem else -1, part) for part in user.users)
-            continue
-        whole = is_call(user, aten.slice.Tensor) and len(user.args) == 4 and user.args[1] in (-1, 3)
-        start, stop = user.args[2:] if whole else (None, None)
-        stops = isinstance(stop, int)
-        yield (
-            (
-                0
-                if (start or 0, stop) == (0, half)
-                else 1
-                if start == half and stops and stop >= 2 * half
-                else -1
-            ),
-            user,
-        )
+    result = only_reader_maybe(joined, "mul")
+    return None if result is None else (joined, result)
 
 
 def _angles_maybe(product: fx.Node, heads: fx.Node) -> fx.Node | None:
     """[T, 1, D], where a product takes it with a dimension for the heads put in."""
-    wide = product.args[1] if product.args[0] is heads else product.args[0]
-    if not isinstance(wide, fx.Node) or not is_call(wide, aten.unsqueeze.default) or wide.args[1] != 1:
+    wide = other_operand_maybe(product, heads)
+    if wide is None or operation(wide) != "unsqueeze" or argument(wide, 1, "dim") != 1:
         return None
     angles = wide.args[0]
-    size = heads.meta["val"].shape[-1]
-    if not isinstance(angles, fx.Node) or angles.meta["val"].dim() != 3:
+    if not isinstance(angles, fx.Node) or fake(angles).dim() != 3:
         return None
-    return angles if angles.meta["val"].shape[-1] == size else None
+    return angles if fake(angles).shape[-1] == fake(heads).shape[-1] else None

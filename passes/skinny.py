@@ -1,4 +1,4 @@
-"""Let the linear layers of a piece run as products of a few rows.
+"""Let the linear layers of a graph run as products of a few rows.
 
     %m : linear(%x, %w)                                    %g : skinny_gated(%x, %w)         [T, 1, 16]
     %a : slice(%m, -1, 0, 16)
@@ -7,71 +7,100 @@
     %d : linear(%g, %w2);  %r : add(%h, %d)                %y : skinny_linear(%r, %w3)       [T, 1, 24]
     %y : linear(%r, %w3)
 
+Gate and up may also be two linear layers: silu(linear(%x, %gate)) * linear(%x, %up) is skinny_gated(%x, %gate, up=%up).
 The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so, and
 rows are normalised by the products that read them where `passes/norms.py` finds that this leaves out a kernel.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
-What cannot be replaced is left as it is, and `Rewritten.left_alone` says why. With `fixed` the ops are asked for bits
-per row that do not depend on the number of rows.
+What cannot be replaced is left as it is, and `why_not` says why. With `fixed` the ops are asked for bits per row that
+do not depend on the number of rows.
+
+Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached.py`). Nothing is moved
+past a node that writes in place.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
-from .graph import is_call, is_row_tensor
+from .columns import only_reader_maybe, operands_maybe, other_operand_maybe, readers
+from .graph import PRODUCTS, erase, is_row_tensor
+from .nodes import PLAIN, argument, fake, fake_maybe, operation, same_sizes
 from .norms import DEFAULT, Norms, fuse_norms
 from .pieces import Cutter, OpCall
 from .program import Program
-from .rotary import rotation_maybe
+from .rotary import Rotation, rotation_maybe
+from .values import quiet
 
-aten, ours = torch.ops.aten, torch.ops.sparse_compile
+aten = torch.ops.aten
 NAME = "skinny"
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """How often each op was put in, in the place of how many linear layers, how many norms they took along, and the
+    linear layers left alone, with the reason.
+    """
+
+    counts: dict[str, int]
+    layers: int
+    norms: int
+    left: tuple[tuple[fx.Node, str], ...]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new module, how often each op was put in, the linears left alone (name of the weight's node, and why), and
-    how many norms the products took along.
+    """The new module, how often each op was put in, in the place of how many linear layers, how many norms they took
+    along, and the linear layers left alone: name of the weight's node, and why.
     """
 
     module: fx.GraphModule
     counts: dict[str, int]
+    layers: int
+    norms: int
     left_alone: tuple[tuple[str, str], ...]
-    norms: int = 0
 
 
 def use_skinny(module: fx.GraphModule, fixed: bool = False, norms: Norms = DEFAULT) -> Rewritten:
-    """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta["val"]`."""
+    """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta`."""
     graph = copy.deepcopy(module.graph)
+    computed = [weight for node in graph.nodes if (weight := _computed_weight_maybe(node)) is not None]
+    left_alone = [(str(weight), "its weight is computed by the forward") for weight in computed]
+    made = replace_linears(graph, why_not, fixed, norms)
+    left_alone += [(str(operands(node)[1]), reason) for node, reason in made.left]
+    graph.eliminate_dead_code()
+    graph.lint()
+    return Rewritten(fx.GraphModule(module, graph), made.counts, made.layers, made.norms, tuple(left_alone))
+
+
+def replace_linears(
+    graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False, norms: Norms = DEFAULT
+) -> Replaced:
+    """Puts ops in the place of linear layers that `why_not` has no reason against, and norms into these ops."""
     counts: Counter[str] = Counter()
-    left_alone = []
+    left, paired = [], set[fx.Node]()
     for node in list(graph.nodes):
-        if (weight := _computed_weight_maybe(node)) is not None:
-            left_alone.append((str(weight), "its weight is computed by the forward"))
-        if not is_call(node, aten.linear.default):
+        if operation(node) != "linear" or node in paired:
             continue
         reason = why_not(node)
         if reason:
-            left_alone.append((str(node.args[1]), reason))
+            left.append((node, reason))
+            continue
+        pair = _pair_maybe(node)
+        if pair is not None and not any(why_not(one) for one in pair[:2]):
+            counts[_replace_pair(graph, *pair, fixed)] += 1
+            paired |= {one for one in pair[:2] if one is not node}
         else:
             counts[_replace(graph, node, fixed)] += 1
-    graph.eliminate_dead_code()
-    taken = fuse_norms(graph, norms)
-    graph.eliminate_dead_code()
-    graph.lint()
-    return Rewritten(fx.GraphModule(module, graph), dict(counts), tuple(left_alone), taken)
+    return Replaced(dict(counts), counts.total() + len(paired), fuse_norms(graph, norms), tuple(left))
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
@@ -86,19 +115,19 @@ def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
                 continue
             if call.code.key not in rewritten:
                 rewritten[call.code.key] = use_skinny(call.code.module)
-            replaced += sum(rewritten[call.code.key].counts.values())
+            replaced += rewritten[call.code.key].layers
             left_alone += rewritten[call.code.key].left_alone
     return replaced, tuple(left_alone)
 
 
 def why_not(node: fx.Node) -> str:
     """Why a linear layer stays as it is; empty where it can be replaced."""
-    x, weight, bias = _operands(node)
+    x, weight, bias = operands(node)
     if weight.op not in ("placeholder", "get_attr"):
         return "its weight is computed by the forward"
-    values = [None if one is None else one.meta.get("val") for one in (x, weight, bias)]
+    values = [None if one is None else fake_maybe(one) for one in (x, weight, bias)]
     for what, value in zip(("input", "weight", "bias"), values, strict=True):
-        if value is not None and type(value) not in _PLAIN:
+        if value is not None and type(value) not in PLAIN:
             return f"its {what} is a {type(value).__name__}, not a plain tensor"
     if values[0] is None or values[1] is None:
         return "the graph does not say what its operands are"
@@ -106,7 +135,7 @@ def why_not(node: fx.Node) -> str:
         return f"its weight has {values[1].dim()} dimensions, not 2"
     if values[0].dtype not in skinny.HALF:
         return f"there is no kernel for {values[0].dtype}"
-    if any(value is not None and value.dtype != values[0].dtype for value in values):
+    if any(value is not None and value.dtype != values[0].dtype for value in (*values, fake_maybe(node))):
         return "its operands differ in dtype"
     if values[1].stride(1) != 1:
         return "the columns of its weight are not contiguous"
@@ -125,9 +154,9 @@ def _computed_weight_maybe(node: fx.Node) -> fx.Node | None:
     return None if is_row_tensor(weight) or not is_row_tensor(rows) else weight
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    x, weight = node.args[0], node.args[1]
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, weight and bias of a linear layer."""
+    x, weight, bias = (argument(node, at, name) for at, name in enumerate(("input", "weight", "bias")))
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
     assert bias is None or isinstance(bias, fx.Node)
@@ -136,78 +165,98 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
     """Puts the op in that covers most of what follows the linear layer; returns its name."""
-    x, weight, bias = _operands(node)
-    turned, product, added = rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
+    x, weight, bias = operands(node)
+    turned, product, added = _rotation_maybe(node), _gated_maybe(node), _added_maybe(node)
     settings: dict[str, Any] = {"fixed": True} if fixed else {}
     if turned is not None:
-        op, last, arguments = ours.skinny_rotary.default, node, (x, weight, turned.cos, turned.sin, bias)
+        op, last, arguments = PRODUCTS["rotary"], node, (x, weight, turned.cos, turned.sin, bias)
         settings["rotated"] = turned.width
         turned.take_out()
+        for _, rotated in turned.heads:
+            erase(graph, rotated)
     elif product is not None:
-        op, last, arguments = ours.skinny_gated.default, product, (x, weight, bias)  # type: ignore[assignment]
+        op, last, arguments = PRODUCTS["gated"], product, (x, weight, bias)  # type: ignore[assignment]
     elif added is not None:
         last, residual = added
-        op, arguments = ours.skinny_add.default, (x, weight, residual, bias)  # type: ignore[assignment]
+        op, arguments = PRODUCTS["add"], (x, weight, residual, bias)  # type: ignore[assignment]
     else:
-        op, last, arguments = ours.skinny_linear.default, node, (x, weight, bias)  # type: ignore[assignment]
+        op, last, arguments = PRODUCTS["linear"], node, (x, weight, bias)  # type: ignore[assignment]
+    return _put(graph, op, last, arguments if bias is not None else arguments[:-1], settings)
+
+
+def _replace_pair(graph: fx.Graph, gate: fx.Node, up: fx.Node, last: fx.Node, fixed: bool) -> str:
+    """One op for silu(linear(x, gate)) * linear(x, up)."""
+    x, weight, _ = operands(gate)
+    settings: dict[str, Any] = {"up": operands(up)[1]} | ({"fixed": True} if fixed else {})
+    return _put(graph, PRODUCTS["gated"], last, (x, weight), settings)
+
+
+def _put(graph: fx.Graph, op: Any, last: fx.Node, args: tuple[Any, ...], settings: dict[str, Any]) -> str:
+    """An op in the place of `last` and all that was computed for it alone; returns the op's name."""
     with graph.inserting_before(last):
-        given = arguments if bias is not None else arguments[:-1]
-        made = graph.call_function(op, given, settings)
+        made = graph.call_function(op, args, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
-    graph.erase_node(last)
+    erase(graph, last)
     return str(op._schema.name).partition("::")[2]
 
 
-def _only_user_maybe(node: fx.Node, target: object) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and is_call(users[0], target) else None
+def _rotation_maybe(node: fx.Node) -> Rotation | None:
+    found = rotation_maybe(node)
+    unmoved = found is not None and all(quiet(node, rotated) for _, rotated in found.heads)
+    return found if unmoved else None
 
 
 def _gated_maybe(node: fx.Node) -> fx.Node | None:
     """The product silu(first half) * second half, where nothing else reads any of it."""
-    halves = dict(_halves(node))
-    if set(halves) != {0, 1} or node.meta["val"].shape[-1] % 2:
+    found, width = list(readers(node)), fake(node).shape[-1]
+    gate, up = (0, width // 2), (width // 2, width)
+    halves = dict(found)
+    if len(found) != 2 or set(halves) != {gate, up} or width % 2:
         return None
-    activated = _only_user_maybe(halves[0], aten.silu.default)
-    product = _only_user_maybe(halves[1], aten.mul.Tensor)
-    if activated is None or product is None or _only_user_maybe(activated, aten.mul.Tensor) is not product:
+    activated = only_reader_maybe(halves[gate], "silu")
+    product = only_reader_maybe(halves[up], "mul")
+    if activated is None or product is None or only_reader_maybe(activated, "mul") is not product:
         return None
-    return product
+    return product if operands_maybe(product) is not None and quiet(node, product) else None
 
 
-def _halves(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """Which half (0, 1) of the last dimension each reader of `node` takes; -1 for one that reads anything else."""
-    value = node.meta["val"]
-    last, half = value.dim() - 1, value.shape[-1] // 2
-    parts = _only_user_maybe(node, aten.chunk.default) or _only_user_maybe(node, aten.split.Tensor)
-    if parts is not None:
-        size = 2 if is_call(parts, aten.chunk.default) else half
-        dim = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
-        along_last = parts.args[1] == size and dim in (-1, last)
-        for user in parts.users:
-            taken = user.args[1] if along_last and user.target is getitem else -1
-            yield (taken if isinstance(taken, int) else -1), user
-        return
-    for user in node.users:
-        found = -1
-        if is_call(user, aten.slice.Tensor) and len(user.args) == 4 and user.args[1] in (-1, last):
-            start, stop = user.args[2:]
-            if (start or 0, stop) == (0, half):
-                found = 0
-            elif start == half and isinstance(stop, int) and stop >= 2 * half:
-                found = 1
-        yield found, user
+def _pair_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(gate, up, product) of silu(gate) * up, two linear layers on one input; `node` is the first of them."""
+    activated = only_reader_maybe(node, "silu")
+    product = only_reader_maybe(activated or node, "mul")
+    other = other_operand_maybe(product, activated or node) if product is not None else None
+    if product is None or other is None or not quiet(node, product):
+        return None
+    gate, up = node, other
+    if activated is None:
+        source = other.args[0] if operation(other) == "silu" else None
+        if not isinstance(source, fx.Node):
+            return None
+        gate, up, activated = source, node, other
+    users = [list(one.users) for one in (gate, activated, up)]
+    alone = users == [[activated], [product], [product]]
+    return (gate, up, product) if alone and _alike(gate, up) else None
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are linear layers on the same input, without a bias and with weights of one layout."""
+    if not operation(one) == operation(other) == "linear" or one is other:
+        return False
+    (x, weight, bias), (same_x, other_weight, other_bias) = operands(one), operands(other)
+    mine, theirs = fake_maybe(weight), fake_maybe(other_weight)
+    if x is not same_x or bias is not None or other_bias is not None or mine is None or theirs is None:
+        return False
+    sizes, others = (*mine.shape, *mine.stride()), (*theirs.shape, *theirs.stride())
+    return mine.dtype == theirs.dtype and same_sizes(sizes, others)
 
 
 def _added_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(sum, residual) where the one reader of `node` adds a tensor of its shape and dtype to it."""
-    total = _only_user_maybe(node, aten.add.Tensor)
-    if total is None or total.kwargs.get("alpha", 1) != 1:
+    total = only_reader_maybe(node, "add")
+    residual = other_operand_maybe(total, node) if total is not None else None
+    if total is None or residual is None or not quiet(node, total):
         return None
-    residual = total.args[1] if total.args[0] is node else total.args[0]
-    if not isinstance(residual, fx.Node) or residual is node:
-        return None
-    value, mine = residual.meta.get("val"), node.meta["val"]
-    same = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (mine.shape, mine.dtype)
+    value, mine = fake_maybe(residual), fake(node)
+    same = value is not None and value.dtype == mine.dtype and same_sizes(value.shape, mine.shape)
     return (total, residual) if same else None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..kernels.skinny import MAX_ROWS, starts_early
+from ..kernels.skinny import MAX_ROWS
+from ..passes.inductor import early_start, one_pass_reductions
 from ..passes.norms import DEFAULT, Norms
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
@@ -23,9 +22,6 @@ Run = Callable[..., tuple[torch.Tensor, ...]]
 # MAX_ROWS, with those products, and one beyond, without.
 STATIC_ROWS = frozenset({1})
 SYMBOLIC, MANY = 0, -1
-
-ONE_PASS = 4096
-"""Numbers of a row that a sum over them reads in one pass: see `one_pass_reductions`."""
 
 
 class PieceCompiler:
@@ -122,49 +118,3 @@ class PieceCompiler:
                 torch._dynamo.mark_dynamic(arguments[at], 0)
         options = early_start(arguments[0].device, module.graph) if arguments else {}
         return torch.compile(module, fullgraph=True, dynamic=None if dynamic else False, options=options)
-
-
-@contextmanager
-def one_pass_reductions() -> Iterator[None]:
-    """Within it Inductor compiles sums over the numbers of a row, as of a norm, so that they are read once and stay in
-    registers, up to ONE_PASS of them. By itself it does so up to 1,024, and beyond reads them once per step: for a few
-    rows each is a trip through memory that nothing hides.
-    """
-    from torch._inductor.virtualized import V
-
-    with V.set_choices_handler(_choices()):
-        yield
-
-
-@cache
-def _choices() -> Any:
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(
-            features: SIMDKernelFeatures, cooperative_reduction: bool
-        ) -> bool:
-            by_row = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
-            if by_row and V.graph.sizevars.statically_known_leq(features.reduction_numel, ONE_PASS):
-                return True
-            return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-
-    return Choices()
-
-
-def early_start(device: torch.device, graph: fx.Graph) -> dict[str, Any]:
-    """Options that let Inductor's kernels start before those ahead of them have finished, where GPU and Inductor can:
-    a kernel waits for them before it reads what they wrote.
-
-    Not where a node reads no tensor: its kernel might wait for nothing, and let those behind it start too early.
-    """
-    from torch._inductor import config
-
-    if not starts_early(device) or not hasattr(config.triton, "enable_pdl"):
-        return {}
-    reads = all(node.all_input_nodes for node in graph.nodes if node.op == "call_function")
-    return {"triton.enable_pdl": True} if reads else {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.breakdown import Event, kernel_lines
 from benchmarks.sparse_eager import logits_of
 from benchmarks.torch_compile import Bench, wrong
 from sparse_compile.kernels.retention import Retention
@@ -35,3 +36,14 @@ def test_the_gate_knows_which_keys_were_kept(
     assert 0 < errors["rounding"] < 1e-5
     assert bool(wrong(errors)) != passes
     assert wrong({"error": float("inf"), "rounding": 0.0})
+
+
+def test_kernels_are_listed_per_step() -> None:
+    """Two steps: the longest names first, and time in which two ran counts once."""
+    long = "k" * 80
+    events = [Event(long, 0, 10, 10), Event("b", 5, 8, 3), Event(long, 12, 20, 8), Event("b", 20, 25, 5)]
+    first, last = kernel_lines(events, steps=2, most=1)
+    assert first.split() == ["k" * 57 + "...", "1.0", "x", "9.0", "us"]
+    assert last == "per step: 2.0 kernels, 13.0 us of kernels, 11.5 us with any running, 12.5 us in all"
+    assert len(kernel_lines(events, steps=2, most=9)) == 3
+    assert kernel_lines([], steps=2, most=9)[-1].startswith("per step: 0.0 kernels")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,9 @@ from toy import Toy, toy_compile
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
+from sparse_compile.passes.inductor import early_start, one_pass_reductions, reads_nothing_maybe
 from sparse_compile.passes.pieces import Cutter, Name, OpCall, PieceCall
-from sparse_compile.runtime.compiler import PieceCompiler, early_start, one_pass_reductions
+from sparse_compile.runtime.compiler import PieceCompiler
 
 
 def calls_of(stages: tuple[object, ...], cutter: Cutter) -> list[object]:
@@ -128,18 +131,35 @@ def test_without_inductor_pieces_run_as_they_are() -> None:
     assert made[0].shape[0] == 2
 
 
-def test_kernels_start_early_where_each_waits_for_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-    for constant in (False, True):
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        other = graph.call_function(torch.ops.aten.full.default, ([2], 1.0)) if constant else x
-        graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, other)),))
-        graphs.append(graph)
-    for capability, wanted in (((9, 0), [{"triton.enable_pdl": True}, {}]), ((8, 0), [{}, {}])):
+@pytest.mark.parametrize(
+    ("compute", "starts"),
+    [
+        (lambda make, x: make(torch.add, x, x), True),
+        (lambda make, x: make(torch.add, x, make(torch.full, [3], 1.0)), True),  # a part of the sum's kernel
+        (lambda make, x: make(torch.add, make(operator.getitem, make(torch.arange, 3), None), x), True),
+        (lambda make, x: make(torch.full, [3], 1.0), False),
+        (lambda make, x: make(torch.zeros_like, x), False),
+        (lambda make, x: make(torch.add, make(torch.arange, 3), make(torch.full, [3], 1.0)), False),
+        (lambda make, x: make(torch.cat, [x, make(torch.arange, 3)]), False),
+        (lambda make, x: make(torch.index_select, x, 0, make(torch.arange, 3)), False),
+        (lambda make, x: make(operator.setitem, x, 0, 1.0), False),
+        (lambda make, x: make(operator.setitem, x, 0, x), True),
+        (lambda make, x: make(torch.ops.aten.fill_.Scalar, x, 1.0), False),
+        (lambda make, x: make(torch.ops.aten.zero_.default, x), False),
+    ],
+)
+def test_kernels_start_early_where_each_reads_something(
+    compute: Callable[..., fx.Node], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = compute(lambda target, *args: graph.call_function(target, args), x)
+    graph.output((made,))
+    assert (reads_nothing_maybe(graph) is None) == starts
+    for capability, wanted in (((9, 0), {"triton.enable_pdl": True} if starts else {}), ((8, 0), {})):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert [early_start(torch.device("cuda"), graph) for graph in graphs] == wanted
-    assert early_start(torch.device("cpu"), graphs[0]) == {}
+        assert early_start(torch.device("cuda"), graph) == wanted
+    assert early_start(torch.device("cpu"), graph) == {}
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,13 @@ def kernel(
     tiles: Tiles = SMALL,
     rotary: skinny.Rotary | None = None,
     norm: skinny.Norm | None = None,
+    up: torch.Tensor | None = None,
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     from sparse_compile.kernels.skinny_backend import launch
 
-    return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary, norm=norm)  # type: ignore[arg-type]
+    gated = kind == "gated"
+    return launch(**given, gated=gated, tiles=tiles, rotary=rotary, norm=norm, up=up)  # type: ignore[arg-type]
 
 
 def assert_as_good_as_eager(
@@ -101,6 +103,44 @@ def test_the_kernel_is_as_good_as_eager_code(
 ) -> None:
     given = operands(kind, rows, width, depth, dtype, bias)
     assert_as_good_as_eager(kind, kernel(kind, tiles, **given), given)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    width=st.integers(1, 70),
+    depth=st.integers(1, 300),
+    dtype=st.sampled_from(HALF),
+    tiles=st.sampled_from([SMALL, replace(SMALL, splits=2), replace(SMALL, slices=1)]),
+    before=st.booleans(),
+)
+def test_gate_and_up_may_lie_anywhere(
+    rows: int, width: int, depth: int, dtype: torch.dtype, tiles: Tiles, before: bool
+) -> None:
+    """The bits of one weight [gate; up], wherever the two are, up before gate too."""
+    given = operands("gated", rows, width, depth, dtype)
+    x, weight = given["x"], given["weight"]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
+    whole = kernel("gated", tiles, **given)
+    room = torch.full((3 * width + 5, depth), float("nan"), dtype=dtype, device=DEVICE)
+    places = (slice(-width, None), slice(0, width)) if before else (slice(0, width), slice(-width, None))
+    gate, up = (room[place].copy_(half) for place, half in zip(places, weight.chunk(2), strict=True))
+    assert torch.equal(kernel("gated", tiles, up=up, **{**given, "weight": gate}), whole)
+    assert torch.equal(skinny.gated(x, gate, up=up), skinny.gated(x, weight)) or DEVICE == "cuda"
+    assert torch.equal(skinny.gated(x, gate, up=up, fixed=True), skinny.gated(x, weight, fixed=True))
+
+
+def test_two_weights_that_are_no_gate_and_up_are_refused() -> None:
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(6, 8).bfloat16()
+    for up, bias, message in (
+        (weight[:4], None, r"up has shape .*\[4, 8\].* they must agree"),
+        (weight.float(), None, "up has dtype torch.float32"),
+        (torch.randn(6, 16).bfloat16()[:, :8], None, r"up has strides \(16, 1\), gate \(8, 1\)"),
+        (weight, weight[:, 0], r"pass weight=\[gate; up\] and no up"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.sparse_compile.skinny_gated(x, weight, bias, up=up)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -103,6 +103,23 @@ def test_rotated_heads_of_normalised_rows(
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tiles", TILES)
+def test_gate_and_up_of_two_weights(weighted: bool, tiles: Tiles) -> None:
+    """Normalised rows have the bits that one weight [gate; up] gives, in the kernel and in the ops."""
+    given, norm = operands("gated", 5, 40, 300, torch.bfloat16), a_norm(300, torch.bfloat16, weighted)
+    assert given["weight"] is not None
+    up, gate = (half.clone() for half in reversed(given["weight"].chunk(2)))
+    halves = {**given, "weight": gate}
+    assert torch.equal(
+        kernel("gated", tiles, norm=norm, up=up, **halves), kernel("gated", tiles, norm=norm, **given)
+    )
+    for fixed in (False, True):
+        two, one = call("gated", halves, norm, up=up, fixed=fixed), call("gated", given, norm, fixed=fixed)
+        assert torch.equal(two, one) or DEVICE == "cuda"
+        assert_as_good_as_eager("gated", two, given, norm=norm)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("tiles", [SMALL, replace(SMALL, splits=2), replace(SMALL, slices=1)])
 def test_a_row_does_not_know_the_others(weighted: bool, tiles: Tiles) -> None:
     """Same bits alone, among others, in another order, beside NaN and large values, and with any padding."""
@@ -162,8 +179,8 @@ def test_splits_leave_the_counters_at_zero() -> None:
 
 def call(kind: str, given: dict[str, torch.Tensor | None], norm: Norm, **more: object) -> torch.Tensor:
     args = [given["x"], given["weight"], *([given["residual"]] if kind == "add" else []), given["bias"]]
-    options = {"eps": norm.eps, "mean": norm.mean, **more}
-    return getattr(torch.ops.sparse_compile, f"skinny_{kind}")(*args, norm.weight, **options)  # type: ignore[no-any-return]
+    options = {"norm": norm.weight, "eps": norm.eps, "mean": norm.mean, **more}
+    return getattr(torch.ops.sparse_compile, f"skinny_{kind}")(*args, **options)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -191,24 +208,26 @@ def test_a_norm_is_that_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lead", [(2, 1), (0,)])
-@pytest.mark.parametrize("kind", [*KINDS, "rotary"])
+@pytest.mark.parametrize("kind", [*KINDS, "rotary", "up"])
 def test_opcheck(kind: str, lead: tuple[int, ...]) -> None:
     """Schema, fake and tracing agree with the real op. This proves no numbers; other tests compare those."""
-    given = operands(kind, 1, 8, 16, torch.bfloat16, bias=True)
+    given = operands(kind, 1, 8, 16, torch.bfloat16, bias=kind != "up")
     x, norm = torch.randn(*lead, 16).to(DEVICE, torch.bfloat16), torch.ones(16).to(DEVICE, torch.bfloat16)
     angles = [torch.randn(*lead, 8).to(x) for _ in "cs"]
     between = {"add": [torch.randn(*lead, 8).to(x)], "rotary": angles}.get(kind, [])
-    options = {"eps": 1e-6, **({"rotated": 8} if kind == "rotary" else {})}
-    args = (x, given["weight"], *between, given["bias"], norm)
-    torch.library.opcheck(getattr(torch.ops.sparse_compile, f"skinny_{kind}").default, args, options)
+    more: dict[str, object] = {"rotary": {"rotated": 8}, "up": {"up": given["weight"]}}.get(kind, {})
+    name = f"skinny_{'gated' if kind == 'up' else kind}"
+    args = (x, given["weight"], *between, given["bias"])
+    options = {"norm": norm, "eps": 1e-6, **more}
+    torch.library.opcheck(getattr(torch.ops.sparse_compile, name).default, args, options)
 
 
 def test_refusals() -> None:
     op, x, w = torch.ops.sparse_compile.skinny_linear, torch.ones(2, 4), torch.ones(6, 4)
     with pytest.raises(ValueError, match=r"norm \(5,\) must have one value for each of 4 columns"):
-        op(x, w, None, torch.ones(5), eps=1e-6)
+        op(x, w, norm=torch.ones(5), eps=1e-6)
     with pytest.raises(ValueError, match=r"norm is torch.float16 on cpu, x torch.float32"):
-        op(x, w, None, torch.ones(4).half(), eps=1e-6)
+        op(x, w, norm=torch.ones(4).half(), eps=1e-6)
     for options in ({"norm": torch.ones(4)}, {"mean": False}):
         with pytest.raises(ValueError, match=r"eps=None: norm and mean=False .* pass eps"):
             op(x, w, **options)
@@ -235,7 +254,9 @@ def test_what_has_no_kernel() -> None:
 
 def test_norms_are_choices_of_their_own() -> None:
     weight = torch.empty(2048, 512, dtype=torch.bfloat16)
-    shapes = [skinny_choice._shape(weight, False, norm) for norm in (None, Norm(1e-6), Norm(1e-5, weight[0]))]
+    shapes = [
+        skinny_choice.shape_of(weight, False, norm) for norm in (None, Norm(1e-6), Norm(1e-5, weight[0]))
+    ]
     assert len({shape.key for shape in shapes}) == 3
     assert shapes[0].key.endswith("| linear 2048x512 torch.bfloat16"), (
         "what was measured before keeps its name"
@@ -388,8 +409,8 @@ def run_op(
         if rotary is None:
             return call(kind, given, norm, fixed=fixed)
         op, options = torch.ops.sparse_compile.skinny_rotary, {"rotated": rotary.width, "fixed": fixed}
-        args = (given["x"], given["weight"], rotary.cos, rotary.sin, None, norm.weight)
-        return op(*args, eps=norm.eps, **options)  # type: ignore[no-any-return]
+        args = (given["x"], given["weight"], rotary.cos, rotary.sin)
+        return op(*args, norm=norm.weight, eps=norm.eps, **options)  # type: ignore[no-any-return]
 
     if not in_graph:
         return run()

@@ -74,7 +74,7 @@ def test_golden() -> None:
 def test_the_same_values(rows: int) -> None:
     """Within the roundings that are left out: both within a few units of the last place of bfloat16 of float64."""
     before = piece(block, *WEIGHTS)
-    after, x = use_skinny(before).module, torch.randn(rows, 1, E).bfloat16()
+    after, x = use_skinny(before).module, weight(rows, 1, E)
     exact = block(x.double(), *(w.double() for w in WEIGHTS))
     mine, theirs = ((m(x, *WEIGHTS)[0].double() - exact).abs().max() for m in (after, before))
     assert mine <= theirs + 2**-8 * exact.abs().max()
@@ -258,7 +258,7 @@ def test_a_model_in_half_precision_runs_with_them(monkeypatch: pytest.MonkeyPatc
     exact.load_state_dict(model.state_dict())
     seen: list[int] = []
     run = skinny._run
-    monkeypatch.setattr(skinny, "_run", lambda x, *rest: seen.append(x.shape[0]) or run(x, *rest))
+    monkeypatch.setattr(skinny, "_run", lambda x, *rest, **up: seen.append(x.shape[0]) or run(x, *rest, **up))
     compiled = sparse_compile(model, key_retention=1.0, inductor=True, validate=False)
     compiler = compiled._keeper.make_engine.compiler
     compiler.skinny = True

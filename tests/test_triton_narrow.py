@@ -18,8 +18,8 @@ from sparse_compile.kernels.retention import Retention
 from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 
 TILES = Tiles(
-    block=8, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, gather_bytes=16,
-    piece=32, short=64, small_scores=32, sample=64, narrow_warps=4, narrow_piece=16, listed=8, listed_step=4,
+    block=16, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, gather_bytes=16,
+    piece=32, short=64, small_scores=64, sample=64, narrow_warps=4, narrow_piece=16, listed=8, listed_step=4,
 )  # fmt: skip
 UNUSED = -7654321.0
 """What lists hold where nothing was listed; no score has it."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from sparse_compile.backend.breaks import BreakLog
@@ -19,6 +20,7 @@ from sparse_compile.backend.report import GraphReport, Left, remember
 from sparse_compile.backend.unmatched import check_matched
 from sparse_compile.passes.cached import CachedCompilation, module_of, rewrite_graph
 from sparse_compile.passes.program import PassRecord
+from sparse_compile.passes.skinny import Replaced
 
 log = logging.getLogger("sparse_compile.backend")
 _numbers = itertools.count()
@@ -46,9 +48,9 @@ def sparse_compile_backend(
     number = next(_numbers)
     before = graph.print_readable(print_output=False) if _traces() else ""
     dump = os.environ.get("SPARSE_COMPILE_DUMP")
-    compilation, passes = rewrite_graph(
-        graph, settings.for_passes(Path(dump) if dump else None), Frame.current().window_of, number
-    )
+    device = next((one.device.type for one in inputs if isinstance(one, torch.Tensor) and one.is_cuda), "cpu")
+    told = settings.for_passes(Path(dump) if dump else None, device)
+    compilation, passes = rewrite_graph(graph, told, Frame.current().window_of, number)
     report = _report(number, compilation, passes)
     remember(report)
     _log(report, before, graph)
@@ -57,12 +59,28 @@ def sparse_compile_backend(
         return graph.forward
     from sparse_compile.backend.inductor import compile_with_inductor
 
-    return compile_with_inductor(graph, inputs, settings)
+    return compile_with_inductor(graph, inputs, settings, few_rows=bool(report.products))
 
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
-    left = tuple(Left(one.node.name, module_of(one.node), one.reason) for one in compilation.left)
-    return GraphReport(number, compilation.kind, compilation.sites, left, _breaks.new(), passes)
+    found = [(one.node, one.reason) for one in compilation.left]
+    made = compilation.products or Replaced({}, 0, 0, ())
+    left, library = (
+        tuple(Left(node.name, module_of(node), reason) for node, reason in some)
+        for some in (found, made.left)
+    )
+    return GraphReport(
+        number=number,
+        kind=compilation.kind,
+        sites=compilation.sites,
+        left=left,
+        breaks=_breaks.new(),
+        passes=passes,
+        products=made.counts,
+        replaced=made.layers,
+        norms=made.norms,
+        library=library,
+    )
 
 
 def _traces() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.passes.cached_rewrite import OPS
 from sparse_compile.passes.errors import PassError
+from sparse_compile.passes.graph import PRODUCTS
+from sparse_compile.passes.inductor import early_start, one_pass_reductions
+from sparse_compile.passes.nodes import fake, fake_maybe
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
@@ -61,16 +65,22 @@ class CachesStay(CustomGraphPass):
 
 
 def compile_with_inductor(
-    graph: fx.GraphModule, inputs: list[Any], options: BackendOptions
+    graph: fx.GraphModule, inputs: list[Any], options: BackendOptions, few_rows: bool = False
 ) -> Callable[..., Any]:
-    """Inductor on a graph from Dynamo, with the mode and options that the user chose."""
+    """Inductor on a graph from Dynamo, with the mode and options that the user chose.
+
+    few_rows: whether it has products of a few rows. Its kernels are then made as the runtime has them made.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     patches = options.config_patches()
+    if few_rows:
+        patches = early_start(_device(graph), graph.graph) | patches
     mine = CachesStay(options, patches.get("post_grad_custom_post_pass"))
     patches["post_grad_custom_post_pass"] = mine
     _prepare_kernels(graph)
-    compiled: Any = compile_fx(graph, inputs, config_patches=patches)
+    with one_pass_reductions() if few_rows else nullcontext():
+        compiled: Any = compile_fx(graph, inputs, config_patches=patches)
     return with_own_outputs(compiled) if patches.get("triton.cudagraphs") else compiled
 
 
@@ -100,17 +110,45 @@ def with_own_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _device(graph: fx.GraphModule) -> torch.device:
+    """The first CUDA device that a graph computes on; the CPU if there is none."""
+    values = (fake_maybe(node) for node in graph.graph.nodes)
+    found = (value.device for value in values if value is not None and value.device.type == "cuda")
+    return next(found, torch.device("cpu"))
+
+
 def _prepare_kernels(graph: fx.GraphModule) -> None:
-    """Memory that the Triton kernels keep between calls is made now: within a CUDA graph's pool it could not stay."""
+    """What the Triton kernels need once and for all is made now: memory that they keep between calls could not stay in
+    a CUDA graph's pool, and while one is recorded nothing can be measured.
+    """
+    for node in graph.graph.nodes:
+        value = fake_maybe(node.args[0]) if node.op == "call_function" and node.args else None
+        if value is None or value.device.type != "cuda":
+            continue
+        if node.target in OPS.values():
+            _prepare_attention(node, value)
+        elif node.target in PRODUCTS.values():
+            _prepare_product(node, value)
+
+
+def _prepare_attention(node: fx.Node, query: torch.Tensor) -> None:
     from sparse_compile.kernels.arrivals import reserve
     from sparse_compile.kernels.dispatch import resolve
-    from sparse_compile.passes.nodes import fake_maybe
 
-    for node in graph.graph.nodes:
-        query = fake_maybe(node.args[0]) if node.target in OPS.values() else None
-        if query is None or query.device.type != "cuda":
-            continue
-        if resolve(str(node.kwargs["implementation"]), "cuda", query.dtype, int(query.shape[2])) == "triton":
-            # A symbolic batch is not asked for its size, which would fix it; the least reserve serves it.
-            lines = [size for size in query.shape[:2] if isinstance(size, int)]
-            reserve(query.device, math.prod(lines) if len(lines) == 2 else 1)
+    if resolve(str(node.kwargs["implementation"]), "cuda", query.dtype, int(query.shape[2])) == "triton":
+        # A symbolic batch is not asked for its size, which would fix it; the least reserve serves it.
+        lines = [size for size in query.shape[:2] if isinstance(size, int)]
+        reserve(query.device, math.prod(lines) if len(lines) == 2 else 1)
+
+
+def _prepare_product(node: fx.Node, x: torch.Tensor) -> None:
+    """Of a symbolic number of rows every number that the kernel serves is met sooner or later."""
+    from sparse_compile.kernels.skinny_choice import prepare, shape_of
+    from sparse_compile.kernels.skinny_parts import Norm
+
+    weight, pairs = fake(node.args[1]), node.target in (PRODUCTS["gated"], PRODUCTS["rotary"])  # type: ignore[arg-type]
+    up, gain = (fake_maybe(node.kwargs.get(name)) for name in ("up", "norm"))
+    norm = Norm(float(node.kwargs["eps"]), gain) if "eps" in node.kwargs else None  # type: ignore[arg-type]
+    rows = [size for size in x.shape[:-1] if isinstance(size, int)]
+    known = len(rows) == x.dim() - 1
+    prepare(shape_of(weight, pairs, norm, up), math.prod(rows) if known else None)

@@ -28,6 +28,9 @@ class BackendOptions:
         enabled: as in `SparseConfig`. Retention by layer needs all attention layers in one graph, so no graph breaks.
     on_unmatched: what to do with a decode graph in which nothing is rewritten, or nothing is sparse though
         key_retention is below 1: "error", "warn", or "ignore".
+    skinny_products: in decode graphs of half precision with up to 64 rows, run linear layers with kernels of ours that
+        stream weights, where they were measured to be faster than the library's; None = on CUDA, where steps run from
+        CUDA graphs (as with mode="reduce-overhead"): without them the host's time for a launch is more than is gained.
     mode: a mode of torch.compile, such as "reduce-overhead". torch.compile takes either `mode=` or `options=`; this is
         how to have both.
     inductor: options of Inductor by name, on top of `mode`; or False to run the rewritten graph without Inductor,
@@ -44,6 +47,7 @@ class BackendOptions:
     implementation: str = "auto"
     enabled: bool = True
     on_unmatched: str = "error"
+    skinny_products: bool | None = None
     mode: str | None = None
     inductor: Mapping[str, Any] | bool = field(default_factory=dict)
 
@@ -56,6 +60,9 @@ class BackendOptions:
             raise ArgumentError(
                 "on_unmatched", self.on_unmatched, f"must be one of {known}", "pass on_unmatched='warn'"
             )
+        if self.skinny_products is not None and not isinstance(self.skinny_products, bool):
+            limit = "must be True, False or None"
+            raise ArgumentError("skinny_products", self.skinny_products, limit, "pass skinny_products=False")
         if self.inductor is True:
             object.__setattr__(self, "inductor", {})
         if self.inductor is not False and not isinstance(self.inductor, Mapping):
@@ -110,14 +117,18 @@ class BackendOptions:
         """Those options that the other front end has too."""
         return SparseConfig(**{name: getattr(self, name) for name in _SHARED})
 
-    def for_passes(self, dump_dir: Path | None) -> Options:
-        config = self.config()
+    def for_passes(self, dump_dir: Path | None, device: str = "cpu") -> Options:
+        """device: the type of that on which the graph runs."""
+        config, skinny = self.config(), self.skinny_products
+        if skinny is None:
+            skinny = device == "cuda" and bool(self.config_patches().get("triton.cudagraphs"))
         return Options(
             retention=config.retention_for_passes(),
             enabled=config.enabled,
             capture_loop=config.capture_loop,
             recapture_every=config.recapture_every,
             implementation=config.implementation,
+            skinny_products=skinny,
             dump_dir=dump_dir,
         )
 

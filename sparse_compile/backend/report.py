@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparse_compile.passes.program import PassRecord, Site
@@ -16,7 +16,7 @@ _reports: deque[GraphReport] = deque(maxlen=KEPT)
 
 @dataclass(frozen=True)
 class Left:
-    """An attention call, or something like one, that was left as it is: its node, module and the reason."""
+    """An attention call, something like one, or a linear layer, left as it is: its node, module and the reason."""
 
     node: str
     module: str
@@ -34,6 +34,10 @@ class GraphReport:
         left: the calls that were not.
         breaks: why and where Dynamo broke the function up since the graph before this one.
         passes: what each pass counted.
+        products: how often each op of few rows was put in (`skinny_products`).
+        replaced: in the place of how many linear layers; gate and up are two.
+        norms: how many norms they do as well.
+        library: the linear layers of a decode graph that keep the library's product all the same.
     """
 
     number: int
@@ -42,6 +46,10 @@ class GraphReport:
     left: tuple[Left, ...]
     breaks: tuple[str, ...]
     passes: tuple[PassRecord, ...]
+    products: dict[str, int] = field(default_factory=dict)
+    replaced: int = 0
+    norms: int = 0
+    library: tuple[Left, ...] = ()
 
     @property
     def rewritten(self) -> tuple[Site, ...]:
@@ -69,6 +77,10 @@ class GraphReport:
                 for site in self.sites
             ],
             "left": [vars(one) for one in self.left],
+            "products": dict(self.products),
+            "linear_layers_replaced": self.replaced,
+            "norms_replaced": self.norms,
+            "library": [vars(one) for one in self.library],
             "breaks": list(self.breaks),
             "passes": [{"name": one.name, "counters": one.counters} for one in self.passes],
         }
@@ -79,8 +91,19 @@ class GraphReport:
             kind = "kept" if site.window else site.kind
             lines.append(f"  {site.name}: {kind}, {site.reason}")
         lines += [f"  {one.module or one.node}: left as it is, {one.reason}" for one in self.left]
+        if self.products or self.library:
+            lines.append(f"  {self.products_summary()}")
+        lines += [f"  {one.module or one.node}: the library's product, {one.reason}" for one in self.library]
         lines += [f"  graph break: {one}" for one in self.breaks]
         return "\n".join(lines)
+
+    def products_summary(self) -> str:
+        """ "products of few rows: 54 of 57 linear layers (24 skinny_linear, 30 skinny_rotary), with 8 norms"."""
+        kinds = ", ".join(f"{number} {name}" for name, number in self.products.items())
+        total = self.replaced + len(self.library)
+        made = f"products of few rows: {self.replaced} of {total} linear layers"
+        made += f" ({kinds})" if kinds else ""
+        return f"{made}, with {self.norms} norm{'s' * (self.norms > 1)}" if self.norms else made
 
     def summary(self) -> str:
         """ "rewrote 8 of 8 attention calls (2 layers x 4 loops): 2 dense, 2 capture, 4 consume"."""
