@@ -49,6 +49,7 @@ AHEAD = (0, 1024)  # columns that are asked for ahead of time in the chain
 READ_TBS = 4.35  # reading alone, one H200
 ROTATE_BYTES = 200 << 20
 Calls = list[Callable[[], Any]]
+Pick = Callable[..., Tiles]  # of the arguments of `skinny_choice.tiles_maybe`
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class Chain:
 
 
 @contextlib.contextmanager
-def tiles_by(pick: Callable[[int, Tensor, bool, Tensor | None], Tiles]) -> Iterator[None]:
+def tiles_by(pick: Pick) -> Iterator[None]:
     """Let the ops run with these tiles, instead of measuring."""
     before = skinny_choice.tiles_maybe
     skinny_choice.tiles_maybe = pick
@@ -312,26 +313,21 @@ def tiles_by(pick: Callable[[int, Tensor, bool, Tensor | None], Tiles]) -> Itera
         skinny_choice.tiles_maybe = before
 
 
-def product_of(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Product:
-    width = weight.shape[0] // (2 if gated and up is None else 1)
-    return Product(rows, width, weight.shape[1], gated)
+def default_pick(rows: int, *call: Any) -> Tiles:
+    return default_tiles(skinny_choice.shape_of(*call).product(rows))
 
 
-def default_pick(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
-    return default_tiles(product_of(rows, weight, gated, up))
-
-
-def picks(bench: Bench) -> dict[str, Callable[[int, Tensor, bool], Tiles]]:
+def picks(bench: Bench) -> dict[str, Pick]:
     """Ways to choose tiles in the chain."""
     by_shape = {(n, k, gated): name for name, (n, k, gated) in bench.model.products().items()}
 
-    def best(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
-        name = by_shape[weight.shape[0] * (1 if up is None else 2), weight.shape[1], gated]
-        near = SWEPT[0] if rows <= 8 else SWEPT[1]
-        return bench.best.get((name, near)) or default_pick(rows, weight, gated, up)
+    def best(rows: int, *call: Any) -> Tiles:
+        shape = skinny_choice.shape_of(*call)
+        name, near = by_shape[shape.lines, shape.depth, shape.gated], SWEPT[0] if rows <= 8 else SWEPT[1]
+        return bench.best.get((name, near)) or default_pick(rows, *call)
 
-    def early_pick(ahead: int, rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
-        return early(ahead, product_of(rows, weight, gated, up))
+    def early_pick(ahead: int, rows: int, *call: Any) -> Tiles:
+        return early(ahead, skinny_choice.shape_of(*call).product(rows))
 
     starts = {f"ours, early start, {ahead} ahead": functools.partial(early_pick, ahead) for ahead in AHEAD}
     return {"ours": default_pick, "ours, best tiles": best, **starts}
@@ -382,7 +378,7 @@ def replayed(step: Callable[[], Tensor]) -> Tensor:
 
 def call(compiler: PieceCompiler, code: Code, *arguments: Tensor) -> tuple[Tensor, ...]:
     if compiler.skinny and not compiler.enabled:  # --tiny: as it would be compiled
-        return use_skinny(code.module).module(*arguments)
+        return use_skinny(code.module, norms=compiler.norms).module(*arguments)
     return compiler(code, arguments)
 
 

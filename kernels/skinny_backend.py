@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import cdiv
 
 from .arrivals import arrivals
-from .skinny import Rotary
+from .skinny import Norm, Rotary
 from .skinny_tuning import Tiles, padded_rows
 from .triton_skinny import skinny_kernel
 
@@ -24,6 +24,7 @@ def launch(
     gated: bool,
     tiles: Tiles,
     rotary: Rotary | None = None,
+    norm: Norm | None = None,
     up: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says. up [N, K] with the
@@ -48,21 +49,25 @@ def launch(
     part, arrived = out, out
     if tiles.splits > 1:
         lines = tiles.lines * (2 if pairs else 1)
+        lines += norm is not None  # the sums of squares
         part = torch.empty(blocks * tiles.splits * lines * padded, dtype=torch.float32, device=x.device)
         arrived = arrivals(x.device, blocks)
+    gain = None if norm is None or norm.weight is None else norm.weight.contiguous()
     pdl = tiles.pdl and on_cuda
     skinny_kernel[(blocks, tiles.splits)](
         x, weight, bias if bias is not None else out, residual if residual is not None else out,
-        cos, sin, out, part, arrived,
+        cos, sin, out if gain is None else gain, out, part, arrived,
         rows, columns, depth, x.stride(0), weight.stride(0), _to_up(weight, up, width),
         0 if residual is None else residual.stride(0),
         cos.stride(0), sin.stride(0), out.stride(0), 0 if rotary is None else rotary.width,
+        1.0 / max(1, depth) if norm is not None and norm.mean else 1.0, 0.0 if norm is None else norm.eps,
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATED=gated,
         HALF=0 if rotary is None else rotary.cos.shape[-1] // 2,
         EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
+        NORM=norm is not None, GAIN=gain is not None,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
         STAGES=tiles.stages, AHEAD=_ahead(tiles, weight, up) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
-        UPCAST=not on_cuda and x.dtype == torch.bfloat16,
+        UPCAST=not on_cuda,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -30,19 +30,20 @@ from torch.nn import functional as F
 from triton import cdiv
 
 from .arrivals import arrivals
-from .skinny import starts_early
+from .skinny import GAIN_ROWS, Norm, starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
 FORMAT = 2  # of the file, and of the kernel whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
+FIXED_COLUMNS = 256  # of tiles for normalised rows with fixed bits; no default has fewer
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
-    for rotated heads.
+    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight.
     """
 
     lines: int
@@ -50,30 +51,35 @@ class Shape:
     gated: bool
     dtype: torch.dtype
     device: torch.device
+    norm: Literal["", "norm", "weighted norm"] = ""
 
     def product(self, rows: int) -> Product:
-        return Product(
-            rows, self.lines // (2 if self.gated else 1), self.depth, self.gated, self.dtype.itemsize
-        )
+        width = self.lines // (2 if self.gated else 1)
+        return Product(rows, width, self.depth, self.gated, self.dtype.itemsize, self.norm == "weighted norm")
 
     @property
     def key(self) -> str:
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         kind = "gated" if self.gated else "linear"
+        kind = f"{self.norm}, {kind}" if self.norm else kind
         return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
 
 
 _choices: dict[tuple[Shape, int], Tiles | None] = {}
 
 
-def tiles_maybe(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles | None:
-    """The tiles for a call, or None where the library serves it better. up: the other half of a gated weight."""
-    return choose(_shape(weight, gated, up), _bucket(rows))
+def tiles_maybe(
+    rows: int, weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None
+) -> Tiles | None:
+    """The tiles for a call, or None where the library serves it better, with a kernel for the norm ahead of it. up: the
+    other half of a gated weight.
+    """
+    return choose(shape_of(weight, gated, norm, up), _bucket(rows))
 
 
-def own_tiles(rows: int, weight: Tensor, gated: bool) -> Tiles:
+def own_tiles(rows: int, weight: Tensor, gated: bool, norm: Norm | None = None) -> Tiles:
     """Tiles for a call that the library would serve with more kernels than one: the last candidate that fits."""
-    shape, bucket = _shape(weight, gated), _bucket(rows)
+    shape, bucket = shape_of(weight, gated, norm), _bucket(rows)
     return [tiles for tiles in candidates(shape, bucket) if _fits(tiles, shape, bucket)][-1]
 
 
@@ -91,32 +97,44 @@ def prepare(shape: Shape, rows: int | None) -> None:
     """
     with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
         for bucket in _buckets(rows):
-            choose(shape, bucket)
-            split = [tiles for tiles in candidates(shape, bucket) if tiles.splits > 1]
+            apart = shape.norm == "weighted norm" and bucket > GAIN_ROWS  # in a kernel of its own
+            called = replace(shape, norm="") if apart else shape
+            choose(called, bucket)
+            split = [tiles for tiles in candidates(called, bucket) if tiles.splits > 1]
             for tiles in split if shape.device.type == "cuda" else ():
-                arrivals(shape.device, cdiv(shape.product(bucket).width, tiles.lines))
+                arrivals(shape.device, cdiv(called.product(bucket).width, tiles.lines))
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     """Whether one program's loads have room; those of the default always do."""
-    lines = tiles.lines * (2 if shape.gated else 1) + padded_rows(rows, tiles.slices)
-    held = lines * tiles.columns * shape.dtype.itemsize * max(1, tiles.stages - 1)
+    padded = padded_rows(rows, tiles.slices)
+    lines = (tiles.lines * (2 if shape.gated else 1) + padded) * max(1, tiles.stages - 1)
+    if shape.norm == "weighted norm":  # its products with the rows are kept beside them
+        lines += 2 * padded
+    held = lines * tiles.columns * shape.dtype.itemsize
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
 
 
-def fixed_tiles(rows: int, weight: Tensor, gated: bool, up: Tensor | None = None) -> Tiles:
+def fixed_tiles(
+    rows: int, weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None
+) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
-    same order.
+    same order. That of a product with a norm follows its columns too.
     """
-    tiles = default_choice(_shape(weight, gated, up), _bucket(rows))
-    assert (tiles.slices, tiles.splits) == (4, 1), "the order of a sum would depend on the number of rows"
+    tiles = default_choice(shape_of(weight, gated, norm, up), _bucket(rows))
+    if norm is not None and tiles.columns > FIXED_COLUMNS:
+        parts = tiles.columns // FIXED_COLUMNS
+        tiles = replace(tiles, columns=FIXED_COLUMNS, stages=min(7, parts * (tiles.stages - 1) + 1))
+    ordered = (tiles.slices, tiles.splits) == (4, 1) and (norm is None or tiles.columns == FIXED_COLUMNS)
+    assert ordered, "the order of a sum would depend on the number of rows"
     return tiles
 
 
-def _shape(weight: Tensor, gated: bool, up: Tensor | None = None) -> Shape:
-    return Shape(
-        weight.shape[0] * (1 if up is None else 2), weight.shape[1], gated, weight.dtype, weight.device
-    )
+def shape_of(weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None) -> Shape:
+    """That of a product. Tensors may be fake."""
+    lines, depth = weight.shape[0] * (1 if up is None else 2), weight.shape[1]
+    kind: Any = "" if norm is None else "norm" if norm.weight is None else "weighted norm"
+    return Shape(lines, depth, gated, weight.dtype, weight.device, kind)
 
 
 def _bucket(rows: int) -> int:
@@ -193,12 +211,15 @@ class _Bench:
 
         self.weights = [values(shape.lines) for _ in range(copies)]
         self.x = values(BUCKETS[-1])
+        gain = values(1)[0] if shape.norm == "weighted norm" else None
+        self.norm = Norm(1e-6, gain) if shape.norm else None
 
     def ours(self, rows: int, tiles: Tiles) -> float | None:
         """None for tiles that the GPU has no room for."""
         x, gated = self.x[:rows], self.shape.gated
         try:
-            return _time([functools.partial(launch, x, w, None, None, gated, tiles) for w in self.weights])
+            run = functools.partial(launch, x, norm=self.norm)
+            return _time([functools.partial(run, w, None, None, gated, tiles) for w in self.weights])
         except triton.runtime.errors.OutOfResources:
             return None
 
@@ -207,7 +228,7 @@ class _Bench:
         return _time([functools.partial(self._library, x, w) for w in self.weights])
 
     def _library(self, x: Tensor, weight: Tensor) -> Tensor:
-        made = F.linear(x, weight)
+        made = F.linear(x if self.norm is None else self.norm.apart(x), weight)
         if self.shape.gated:
             gate, up = made.chunk(2, -1)
             made = F.silu(gate) * up

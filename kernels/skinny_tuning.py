@@ -27,13 +27,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Product:
-    """One product: result [rows, width] from a weight [width, depth], or [2 * width, depth] where it is gated."""
+    """One product: result [rows, width] from a weight [width, depth], or [2 * width, depth] where it is gated.
+
+    gain: whether the rows are multiplied by the weight of a norm, which is read beside them.
+    """
 
     rows: int
     width: int
     depth: int
     gated: bool = False
     itemsize: int = 2
+    gain: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -100,8 +104,9 @@ def default_tiles(product: Product, gpu: Gpu = Gpu()) -> Tiles:
         if not fits or not (outweighed or remain >= 4 * gpu.multiprocessors):
             break
         lines *= 2
-    step = (lines * parts + rows) * product.itemsize  # bytes per column
-    columns = 512 if step * 512 <= _STEP_BYTES and product.depth % 512 == 0 else 256
+    step = (lines * parts + rows + product.gain) * product.itemsize  # bytes per column
+    fits = step * 512 <= _STEP_BYTES and not product.gain  # products with a gain are made in registers
+    columns = 512 if fits and product.depth % 512 == 0 else 256
     tiles = Tiles(lines=lines, columns=columns, warps=8 if lines * parts * rows >= 2048 else 4)
     return replace(tiles, stages=1 + _buffers(product, tiles, step * columns, gpu))
 

@@ -1,4 +1,5 @@
-"""The CUDA kernel for products of a few rows: y[M, N] = x[M, K] @ W[N, K]^T, with the epilogues of `skinny.EPILOGUES`.
+"""The CUDA kernel for products of a few rows: y[M, N] = x[M, K] @ W[N, K]^T, with what `skinny.define` may do before
+and after.
 
 Such a product takes as long as reading its weight, so the weight is what the kernel is built around. It is the left
 operand: a program takes BN of its lines, in steps of BK columns that a pipeline of STAGES copies brings to shared
@@ -7,9 +8,13 @@ a sum of its own, so that a program may have few lines and still keep all warps 
 when the last step is done. The columns may also be parted among SPLITS programs, which leave partial sums in scratch;
 the last one to arrive adds them in their order.
 
-A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Two exceptions:
-SPLITS are counted in steps of BK; and with one slice, programs of 64 lines run on Hopper's wide products, which add in
-an order of their own. Sums are float32, epilogues too, and the result is rounded once. All addresses are int64.
+A row's bits follow from K, SLICES and SPLITS alone, not from M, the other rows or any other size. Three exceptions:
+SPLITS are counted in steps of BK; sums of two parts, as a norm has them, take turns in steps of BK; and with one slice,
+programs of 64 lines run on Hopper's wide products, which add in an order of their own. Sums are float32, epilogues too,
+and the result is rounded once. All addresses are int64.
+
+A root-mean-square norm of x needs no kernel of its own, since every program reads all of x that its sums need: it adds
+the squares on the way, and scales its sums when they are done. Partial sums of squares travel with those of products.
 
 With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
 the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.
@@ -60,6 +65,33 @@ def add_slices(acc, SLICES: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
         even, odd = tl.split(x)
         y = even + odd
     return y
+
+
+@triton.jit
+def add_squares(x, sums, SLICES: tl.constexpr, UPCAST: tl.constexpr):
+    """sums [.., 16, BM] + the sum of the squares of x [.., COLUMNS, BM], the same in all 16 lines. A square is taken
+    as a sum of two numbers (of bfloat16 exactly), and a line of ones multiplies them: on tensor cores they are added in
+    an order that BM has no part in.
+    """
+    if SLICES == 1:
+        ones = tl.full([16, x.shape[0]], 1.0, tl.float32)
+    else:
+        ones = tl.full([SLICES, 16, x.shape[1]], 1.0, tl.float32)
+    ones = ones.to(tl.bfloat16)
+    wide = x.to(tl.float32)
+    square = wide * wide
+    first = square.to(tl.bfloat16)
+    rest = (square - first.to(tl.float32)).to(tl.bfloat16)
+    return multiply(ones, first, multiply(ones, rest, sums, UPCAST), UPCAST)
+
+
+@triton.jit
+def multiply_scaled(a, x, gain, acc, UPCAST: tl.constexpr):
+    """acc + a @ (x * gain): products of two bfloat16 are exact as a sum of two."""
+    wide = x.to(tl.float32) * gain
+    first = wide.to(x.dtype)
+    acc = multiply(a, (wide - first.to(tl.float32)).to(x.dtype), acc, UPCAST)
+    return multiply(a, first, acc, UPCAST)
 
 
 @triton.jit
@@ -155,13 +187,15 @@ def finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TUR
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x, w, bias, residual, cos, sin, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    x, w, bias, residual, cos, sin, gain, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
+    share, eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result; with
     HALF, half the size of a head of which the first TURNED columns are made, it is the number of pairs of columns.
+    NORM: rows are scaled by rsqrt(share * sum of squares + eps); with GAIN their elements by gain [K] too.
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ROWS: tl.constexpr = 2 * BN if GATED or HALF > 0 else BN
@@ -185,6 +219,7 @@ def skinny_kernel(
         x_at = x + m.to(tl.int64)[None, :] * x_m + k_x  # [BK, BM]
         acc = tl.zeros([ROWS, BM], tl.float32)
         line_ok, row_ok = (column < N)[:, None], (m < M)[None, :]
+        squares = tl.zeros([16, BM], tl.float32)
     else:
         k = tl.arange(0, SLICES)[:, None] * RUN + (c // RUN * (SLICES * RUN) + c % RUN)[None, :]
         k_w, k_x = k[:, None, :], k[:, :, None]
@@ -192,6 +227,7 @@ def skinny_kernel(
         x_at = x + m.to(tl.int64)[None, None, :] * x_m + k_x  # [SLICES, COLUMNS, BM]
         acc = tl.zeros([SLICES, ROWS, BM], tl.float32)
         line_ok, row_ok = (column < N)[None, :, None], (m < M)[None, None, :]
+        squares = tl.zeros([SLICES, 16, BM], tl.float32)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
         if EVEN:
             a = tl.load(w_at + k0, eviction_policy="evict_first")
@@ -199,15 +235,28 @@ def skinny_kernel(
         else:
             a = tl.load(w_at + k0, mask=line_ok & (k0 + k_w < end), other=0.0, eviction_policy="evict_first")
             b = tl.load(x_at + k0, mask=row_ok & (k0 + k_x < end), other=0.0)
-        acc = multiply(a, b, acc, UPCAST)
+        if NORM:
+            squares = add_squares(b, squares, SLICES, UPCAST)
+        if GAIN:
+            g = tl.load(gain + k0 + k_x, mask=k0 + k_x < end, other=0.0).to(tl.float32)
+            acc = multiply_scaled(a, b, g, acc, UPCAST)
+        else:
+            acc = multiply(a, b, acc, UPCAST)
     y = add_slices(acc, SLICES, ROWS, BM)
+    if NORM:
+        square = tl.max(add_slices(squares, SLICES, 16, BM), 0)  # [BM]
     if SPLITS == 1:
+        if NORM:
+            y *= tl.rsqrt(square * share + eps)[None, :]
         finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
                HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip
     else:
         at = tl.arange(0, ROWS)[:, None] * BM + m[None, :]
-        mine = part + tile * (SPLITS * ROWS * BM)
-        tl.store(mine + split * (ROWS * BM) + at, y)
+        PART: tl.constexpr = (ROWS + 1) * BM if NORM else ROWS * BM
+        mine = part + tile * (SPLITS * PART)
+        tl.store(mine + split * PART + at, y)
+        if NORM:
+            tl.store(mine + split * PART + ROWS * BM + m, square)
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
         if ticket == SPLITS - 1:
@@ -215,6 +264,11 @@ def skinny_kernel(
             tl.debug_barrier()
             y = tl.load(mine + at, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
-                y += tl.load(mine + other * (ROWS * BM) + at, cache_modifier=".cg")
+                y += tl.load(mine + other * PART + at, cache_modifier=".cg")
+            if NORM:
+                square = tl.load(mine + ROWS * BM + m, cache_modifier=".cg")
+                for other in tl.static_range(1, SPLITS):
+                    square += tl.load(mine + other * PART + ROWS * BM + m, cache_modifier=".cg")
+                y *= tl.rsqrt(square * share + eps)[None, :]
             finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
                    HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip

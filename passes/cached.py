@@ -143,7 +143,8 @@ class LabelCalls(Pass):
 
 
 class FewRows(Pass):
-    """Linear layers of a decode graph into products of a few rows, as `skinny` says, where the option asks for them.
+    """Linear layers of a decode graph into products of a few rows, as `skinny` says, with the norms that those take
+    along, where the option asks for them.
 
     A symbolic number of rows is judged by the one that the graph is compiled for, without a guard: the ops are right
     for any number, beyond MAX_ROWS with the library's products.
@@ -156,7 +157,7 @@ class FewRows(Pass):
         if not compilation.options.skinny_products or compilation.kind != "decode":
             return {}
         made = compilation.products = replace_linears(compilation.graph.graph, _why_not_few)
-        return dict(made.counts, library=len(made.left))
+        return dict(made.counts, norms=made.norms, library=len(made.left))
 
     def ensure(self, compilation: Compilation) -> None:
         assert isinstance(compilation, CachedCompilation)

@@ -12,8 +12,18 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..kernels import ops as _ops  # noqa: F401  registers torch.ops.sparse_compile
+from ..kernels import skinny as _skinny  # noqa: F401  registers the products
+from .values import is_pure
 
-SITE = torch.ops.sparse_compile.site.default
+ours = torch.ops.sparse_compile
+SITE = ours.site.default
+PRODUCTS = {
+    "linear": ours.skinny_linear.default,
+    "gated": ours.skinny_gated.default,
+    "add": ours.skinny_add.default,
+    "rotary": ours.skinny_rotary.default,
+}
+"""The products of a few rows."""
 
 
 @contextmanager
@@ -78,6 +88,16 @@ def free_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             if source not in inside and source.op != "get_attr" and not is_shape(source):
                 found.setdefault(source)
     return list(found)
+
+
+def erase(graph: fx.Graph, last: fx.Node) -> None:
+    """A node, and what was computed for it alone. Not left to a search for dead code: other graphs have writes."""
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        waiting += [one for one in inputs if not one.users and is_pure(one) and one not in waiting]
 
 
 class Piece:

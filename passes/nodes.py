@@ -13,22 +13,36 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 F = torch.nn.functional
 aten = torch.ops.aten
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+"""Types of values that are nothing more than their numbers."""
 
 _FUNCTIONS: dict[Any, str] = {
+    aten._to_copy.default: "cast",
     aten.add.Tensor: "add",
     aten.cat.default: "cat",
     aten.chunk.default: "chunk",
     aten.linear.default: "linear",
+    aten.mean.dim: "mean",
     aten.mul.Tensor: "mul",
     aten.neg.default: "neg",
+    aten.pow.Tensor_Scalar: "pow",
     aten.reshape.default: "reshape",
+    aten.rms_norm.default: "rms_norm",
+    aten.rsqrt.default: "rsqrt",
     aten.silu.default: "silu",
     aten.slice.Tensor: "slice",
     aten.split.Tensor: "split",
+    aten.square.default: "square",
+    aten.squeeze.dim: "squeeze",
+    aten.sum.dim_IntList: "sum",
+    aten.to.dtype: "cast",
+    aten.to.dtype_layout: "cast",
     aten.transpose.int: "transpose",
+    aten.type_as.default: "cast",
     aten.unsqueeze.default: "unsqueeze",
     aten.view.default: "reshape",
     F.scaled_dot_product_attention: "sdpa",

@@ -8,14 +8,15 @@
     %y : linear(%r, %w3)
 
 Gate and up may also be two linear layers: silu(linear(%x, %gate)) * linear(%x, %up) is skinny_gated(%x, %gate, up=%up).
-The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so.
+The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so, and
+rows are normalised by the products that read them where `passes/norms.py` finds that this leaves out a kernel.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
 What cannot be replaced is left as it is, and `why_not` says why. With `fixed` the ops are asked for bits per row that
 do not depend on the number of rows.
 
-Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached.py`). Nothing is
-moved past a node that writes in place.
+Serves pieces, which are exported graphs, and the graphs of torch.compile (`passes/cached.py`). Nothing is moved
+past a node that writes in place.
 """
 
 from __future__ import annotations
@@ -28,63 +29,62 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
 from ..kernels import skinny
 from .columns import only_reader_maybe, operands_maybe, other_operand_maybe, readers
-from .graph import is_row_tensor
-from .nodes import argument, fake, fake_maybe, operation, same_sizes
+from .graph import PRODUCTS, erase, is_row_tensor
+from .nodes import PLAIN, argument, fake, fake_maybe, operation, same_sizes
+from .norms import DEFAULT, Norms, fuse_norms
 from .pieces import Cutter, OpCall
 from .program import Program
 from .rotary import Rotation, rotation_maybe
-from .values import is_pure
+from .values import quiet
 
-aten, ours = torch.ops.aten, torch.ops.sparse_compile
+aten = torch.ops.aten
 NAME = "skinny"
-PRODUCTS = {
-    "linear": ours.skinny_linear.default,
-    "gated": ours.skinny_gated.default,
-    "add": ours.skinny_add.default,
-    "rotary": ours.skinny_rotary.default,
-}
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """How often each op was put in, in the place of how many linear layers, and those left alone, with the reason."""
+    """How often each op was put in, in the place of how many linear layers, how many norms they took along, and the
+    linear layers left alone, with the reason.
+    """
 
     counts: dict[str, int]
     layers: int
+    norms: int
     left: tuple[tuple[fx.Node, str], ...]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new module, how often each op was put in, in the place of how many linear layers, and those left alone: name
-    of the weight's node, and why.
+    """The new module, how often each op was put in, in the place of how many linear layers, how many norms they took
+    along, and the linear layers left alone: name of the weight's node, and why.
     """
 
     module: fx.GraphModule
     counts: dict[str, int]
     layers: int
+    norms: int
     left_alone: tuple[tuple[str, str], ...]
 
 
-def use_skinny(module: fx.GraphModule, fixed: bool = False) -> Rewritten:
+def use_skinny(module: fx.GraphModule, fixed: bool = False, norms: Norms = DEFAULT) -> Rewritten:
     """A copy of `module` with ops for few rows. Nodes carry their values' shapes in `meta`."""
     graph = copy.deepcopy(module.graph)
     computed = [weight for node in graph.nodes if (weight := _computed_weight_maybe(node)) is not None]
     left_alone = [(str(weight), "its weight is computed by the forward") for weight in computed]
-    made = replace_linears(graph, why_not, fixed)
+    made = replace_linears(graph, why_not, fixed, norms)
     left_alone += [(str(operands(node)[1]), reason) for node, reason in made.left]
     graph.eliminate_dead_code()
     graph.lint()
-    return Rewritten(fx.GraphModule(module, graph), made.counts, made.layers, tuple(left_alone))
+    return Rewritten(fx.GraphModule(module, graph), made.counts, made.layers, made.norms, tuple(left_alone))
 
 
-def replace_linears(graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False) -> Replaced:
-    """Puts ops in the place of linear layers that `why_not` has no reason against."""
+def replace_linears(
+    graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: bool = False, norms: Norms = DEFAULT
+) -> Replaced:
+    """Puts ops in the place of linear layers that `why_not` has no reason against, and norms into these ops."""
     counts: Counter[str] = Counter()
     left, paired = [], set[fx.Node]()
     for node in list(graph.nodes):
@@ -100,7 +100,7 @@ def replace_linears(graph: fx.Graph, why_not: Callable[[fx.Node], str], fixed: b
             paired |= {one for one in pair[:2] if one is not node}
         else:
             counts[_replace(graph, node, fixed)] += 1
-    return Replaced(dict(counts), counts.total() + len(paired), tuple(left))
+    return Replaced(dict(counts), counts.total() + len(paired), fuse_norms(graph, norms), tuple(left))
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:
@@ -127,7 +127,7 @@ def why_not(node: fx.Node) -> str:
         return "its weight is computed by the forward"
     values = [None if one is None else fake_maybe(one) for one in (x, weight, bias)]
     for what, value in zip(("input", "weight", "bias"), values, strict=True):
-        if value is not None and type(value) not in _PLAIN:
+        if value is not None and type(value) not in PLAIN:
             return f"its {what} is a {type(value).__name__}, not a plain tensor"
     if values[0] is None or values[1] is None:
         return "the graph does not say what its operands are"
@@ -173,7 +173,7 @@ def _replace(graph: fx.Graph, node: fx.Node, fixed: bool) -> str:
         settings["rotated"] = turned.width
         turned.take_out()
         for _, rotated in turned.heads:
-            _erase(graph, rotated)
+            erase(graph, rotated)
     elif product is not None:
         op, last, arguments = PRODUCTS["gated"], product, (x, weight, bias)  # type: ignore[assignment]
     elif added is not None:
@@ -197,34 +197,14 @@ def _put(graph: fx.Graph, op: Any, last: fx.Node, args: tuple[Any, ...], setting
         made = graph.call_function(op, args, settings)
     made.meta = {**last.meta, "pass": NAME}
     last.replace_all_uses_with(made)
-    _erase(graph, last)
+    erase(graph, last)
     return str(op._schema.name).partition("::")[2]
-
-
-def _erase(graph: fx.Graph, last: fx.Node) -> None:
-    """A node, and what was computed for it alone. Not left to a search for dead code: other graphs have writes."""
-    waiting = [last]
-    while waiting:
-        node = waiting.pop()
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
-        waiting += [one for one in inputs if not one.users and is_pure(one) and one not in waiting]
-
-
-def _quiet(first: fx.Node, last: fx.Node) -> bool:
-    """Whether no node between two writes to memory: what the first one reads is the same for the last one."""
-    node = first.next
-    while node is not last:
-        if not is_pure(node):
-            return False
-        node = node.next
-    return True
 
 
 def _rotation_maybe(node: fx.Node) -> Rotation | None:
     found = rotation_maybe(node)
-    quiet = found is not None and all(_quiet(node, rotated) for _, rotated in found.heads)
-    return found if quiet else None
+    unmoved = found is not None and all(quiet(node, rotated) for _, rotated in found.heads)
+    return found if unmoved else None
 
 
 def _gated_maybe(node: fx.Node) -> fx.Node | None:
@@ -238,7 +218,7 @@ def _gated_maybe(node: fx.Node) -> fx.Node | None:
     product = only_reader_maybe(halves[up], "mul")
     if activated is None or product is None or only_reader_maybe(activated, "mul") is not product:
         return None
-    return product if operands_maybe(product) is not None and _quiet(node, product) else None
+    return product if operands_maybe(product) is not None and quiet(node, product) else None
 
 
 def _pair_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -246,7 +226,7 @@ def _pair_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     activated = only_reader_maybe(node, "silu")
     product = only_reader_maybe(activated or node, "mul")
     other = other_operand_maybe(product, activated or node) if product is not None else None
-    if product is None or other is None or not _quiet(node, product):
+    if product is None or other is None or not quiet(node, product):
         return None
     gate, up = node, other
     if activated is None:
@@ -275,7 +255,7 @@ def _added_maybe(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(sum, residual) where the one reader of `node` adds a tensor of its shape and dtype to it."""
     total = only_reader_maybe(node, "add")
     residual = other_operand_maybe(total, node) if total is not None else None
-    if total is None or residual is None or not _quiet(node, total):
+    if total is None or residual is None or not quiet(node, total):
         return None
     value, mine = fake_maybe(residual), fake(node)
     same = value is not None and value.dtype == mine.dtype and same_sizes(value.shape, mine.shape)

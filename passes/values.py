@@ -95,3 +95,13 @@ def is_pure(node: fx.Node) -> bool:
     if not operation(node) or writes(node) or _mutates(node):
         return False
     return not any(word in operation(node) for word in _RANDOM)
+
+
+def quiet(first: fx.Node, last: fx.Node) -> bool:
+    """Whether no node between two writes to memory: what the first one reads is the same for the last one."""
+    node = first.next
+    while node is not last:
+        if not is_pure(node):
+            return False
+        node = node.next
+    return True

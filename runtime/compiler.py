@@ -11,6 +11,7 @@ from torch import fx
 
 from ..kernels.skinny import MAX_ROWS
 from ..passes.inductor import early_start, one_pass_reductions, untimed
+from ..passes.norms import DEFAULT, Norms
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
 
@@ -31,6 +32,7 @@ class PieceCompiler:
     """
 
     few_rows = MAX_ROWS  # beyond them a graph may run with other products
+    norms: Norms = DEFAULT  # which norms the products of a few rows take along
     fixed = False  # whether the bits of a row must not depend on the rows beside it
 
     def __init__(
@@ -104,7 +106,7 @@ class PieceCompiler:
 
     def _few_rows(self, code: Code) -> Rewritten:
         if code.key not in self.rewritten:
-            self.rewritten[code.key] = use_skinny(code.module, self.fixed)
+            self.rewritten[code.key] = use_skinny(code.module, self.fixed, self.norms)
         return self.rewritten[code.key]
 
     @staticmethod

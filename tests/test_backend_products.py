@@ -10,15 +10,17 @@ import torch
 from looped_models import LoopedConfig, LoopedModel
 from quantised import StandIn
 from test_backend import decode_config, generate, padded_batch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor.virtualized import V
 
 import sparse_compile.backend as backend
+from sparse_compile.backend.inductor import _prepare_product
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.errors import ArgumentError
 from sparse_compile.kernels import skinny_choice
 from sparse_compile.kernels.skinny import MAX_ROWS
 from sparse_compile.models.presets import tiny_model
+from sparse_compile.passes.graph import PRODUCTS
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -147,6 +149,68 @@ def test_linear_layers_become_products(name: str) -> None:
     assert f"products of few rows: {made} of {made} linear layers" in str(report)
 
 
+def scaled(x: Tensor) -> Tensor:
+    """As models of transformers write it."""
+    wide = x.to(torch.float32)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def normed(by: Callable[[Step, Tensor], Tensor]) -> Body:
+    """Norms of what a product made, read by a product and by two that are one."""
+
+    def body(step: Step, x: Tensor) -> Tensor:
+        x = x + F.linear(x, step.w)
+        x = x + F.linear(by(step, x), step.w)
+        rows = by(step, x)
+        return F.linear(F.silu(F.linear(rows, step.gate)) * F.linear(rows, step.up), step.down)
+
+    return body
+
+
+def _summed(step: Step, x: Tensor) -> Tensor:
+    wide = x.float()
+    return (torch.rsqrt(torch.sum(wide * wide, dim=2, keepdim=True) + 1e-6) * wide).type_as(x)
+
+
+def _weight_in_float32(step: Step, x: Tensor) -> Tensor:
+    wide = x.float()
+    unit = wide * torch.rsqrt(1e-6 + torch.mean(torch.square(wide), -1, True))
+    return (step.bias.float() * unit).bfloat16() if x.dtype == torch.bfloat16 else step.bias * unit
+
+
+def _written_to(step: Step, x: Tensor) -> Tensor:
+    """The product must read the weight as it was."""
+    rows = step.bias * scaled(x)
+    step.bias.mul_(2)
+    return rows
+
+
+NORMS: dict[str, tuple[Callable[[Step, Tensor], Tensor], int]] = {
+    "llama": (lambda s, x: s.bias * scaled(x), 2),
+    "weight behind": (lambda s, x: scaled(x) * s.bias, 2),
+    "weight in float32": (_weight_in_float32, 2),
+    "no weight": (lambda s, x: scaled(x), 2),
+    "sum": (_summed, 2),
+    "torch": (lambda s, x: F.rms_norm(x, (E,), s.bias, 1e-6), 2),
+    "module": (lambda s, x: nn.functional.rms_norm(x, (E,), eps=1e-6), 2),
+    # and what stays
+    "no eps": (lambda s, x: F.rms_norm(x, (E,), s.bias), 0),
+    "layer norm": (lambda s, x: F.layer_norm(x, (E,), s.bias, None, 1e-6), 0),
+    "computed weight": (lambda s, x: (1 + s.bias) * scaled(x), 0),
+    "other rows": (lambda s, x: scaled(x.flip(-1)), 0),
+    "a write": (_written_to, 0),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_products_take_norms_along(name: str) -> None:
+    by, wanted = NORMS[name]
+    report = report_of(normed(by))
+    assert (report.norms, report.to_dict()["norms_replaced"]) == (wanted, wanted)
+    assert report.replaced == 5
+    assert ("with 2 norms" in str(report)) == (wanted == 2)
+
+
 def test_nothing_is_moved_past_a_write() -> None:
     """The residual of the sum is another one than when the product was made, and the input of the product too."""
 
@@ -220,7 +284,19 @@ def test_a_prefill_keeps_the_librarys_products() -> None:
     assert decode is not None
     assert (prefill.products, prefill.library) == ({}, ())
     assert decode.products == {"skinny_rotary": 6, "skinny_linear": 10, "skinny_gated": 3}
+    assert decode.norms == 0, "all of them follow a sum"
     assert decode.library == ()
+
+
+def test_norms_of_a_whole_model() -> None:
+    """HRM-Text's: all four of two layers, but for those of the sums that its stacks begin with."""
+    model = tiny_model("hrm-text", H_cycles=1).to(torch.bfloat16)
+    options = {"inductor": False, "key_retention": 1, "skinny_products": True, "on_unmatched": "ignore"}
+    model.forward = torch.compile(model.forward, backend="sparse_compile", options=options)
+    generate(model, *padded_batch((5, 3)), 3)
+    decode = backend.last_report("decode")
+    assert decode is not None
+    assert (len(decode.sites), decode.norms, decode.library) == (6, 9, ())
 
 
 @torch.no_grad()
@@ -323,6 +399,33 @@ def test_what_a_graph_needs_is_measured_when_it_is_compiled(monkeypatch: pytest.
         assert asked == wanted
 
 
+def test_shapes_with_norms_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the op asks for them: for many rows a norm with a weight is a kernel of its own. Two weights are one shape."""
+    asked: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(
+        skinny_choice, "choose", lambda shape, rows: asked.append((rows, shape.lines, shape.norm))
+    )
+    graph, values = fx.Graph(), {"x": (3, 1, E), "gate": (I, E), "up": (I, E), "gain": (E,)}
+    nodes = [graph.placeholder(name) for name in values]
+    for node, shape in zip(nodes, values.values(), strict=True):
+        node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16)
+    x, gate, up, gain = nodes
+    wanted: dict[str, dict[str, Any]] = {
+        "": {},
+        "norm": {"eps": 1e-6, "mean": False},
+        "weighted norm": {"norm": gain, "eps": 1e-6},
+    }
+    for norm, options in wanted.items():
+        asked.clear()
+        node = graph.call_function(PRODUCTS["gated"], (x, gate), {"up": up, **options})
+        _prepare_product(node, torch.empty(3, 1, E))
+        assert asked == [(8, 2 * I, norm)]
+    asked.clear()
+    shape = skinny_choice.Shape(I, E, False, torch.bfloat16, torch.device("cpu"), "weighted norm")
+    skinny_choice.prepare(shape, None)
+    assert [norm for *_, norm in asked] == ["weighted norm"] * 3 + [""]
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_steps_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -335,8 +438,11 @@ def test_steps_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     given = [one.cuda() for one in inputs(4)]
     for one in given:
         torch._dynamo.mark_static_address(one)
-    for name in ("add", "bias", "mlp", "two weights", "rotary"):
-        body, products = BODIES[name]
+    cases = {name: BODIES[name] for name in ("add", "bias", "mlp", "two weights", "rotary")}
+    for name in ("llama", "no weight"):
+        wanted = {"skinny_add": 2, "skinny_gated": 1, "skinny_linear": 1}
+        cases[name] = (normed(NORMS[name][0]), wanted)
+    for name, (body, products) in cases.items():
         torch._dynamo.reset()
         step = Step(body).cuda()
         run = compiled(step, inductor={}, mode="reduce-overhead", skinny_products=None)

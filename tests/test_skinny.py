@@ -50,11 +50,17 @@ def operands(
 
 
 def kernel(
-    kind: str, tiles: Tiles = SMALL, rotary: skinny.Rotary | None = None, **given: torch.Tensor | None
+    kind: str,
+    tiles: Tiles = SMALL,
+    rotary: skinny.Rotary | None = None,
+    norm: skinny.Norm | None = None,
+    up: torch.Tensor | None = None,
+    **given: torch.Tensor | None,
 ) -> torch.Tensor:
     from sparse_compile.kernels.skinny_backend import launch
 
-    return launch(**given, gated=kind == "gated", tiles=tiles, rotary=rotary)  # type: ignore[arg-type]
+    gated = kind == "gated"
+    return launch(**given, gated=gated, tiles=tiles, rotary=rotary, norm=norm, up=up)  # type: ignore[arg-type]
 
 
 def assert_as_good_as_eager(
@@ -62,11 +68,13 @@ def assert_as_good_as_eager(
     got: torch.Tensor,
     given: dict[str, torch.Tensor | None],
     rotary: skinny.Rotary | None = None,
+    norm: skinny.Norm | None = None,
 ) -> None:
     exact = {name: None if x is None else x.double() for name, x in given.items()}
     turned = None if rotary is None else rotary.to(torch.float64)
-    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned)  # type: ignore[arg-type]
-    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary)  # type: ignore[arg-type]
+    normed = None if norm is None else norm.to(torch.float64)
+    truth = skinny.define(**exact, gated=kind == "gated", rotary=turned, norm=normed)  # type: ignore[arg-type]
+    eager = skinny.eager(**given, gated=kind == "gated", rotary=rotary, norm=norm)  # type: ignore[arg-type]
     mine, theirs = ((x.double() - truth).abs().max().item() for x in (got, eager))
     margin = MARGIN + (INTERPRETED[got.dtype] if got.device.type == "cpu" else 0)
     assert mine <= theirs + margin * truth.abs().max().item(), f"error {mine:.3g}, eager {theirs:.3g}"
@@ -118,10 +126,7 @@ def test_gate_and_up_may_lie_anywhere(
     room = torch.full((3 * width + 5, depth), float("nan"), dtype=dtype, device=DEVICE)
     places = (slice(-width, None), slice(0, width)) if before else (slice(0, width), slice(-width, None))
     gate, up = (room[place].copy_(half) for place, half in zip(places, weight.chunk(2), strict=True))
-    from sparse_compile.kernels.skinny_backend import launch
-
-    made = launch(x, gate, None, None, True, tiles, up=up)
-    assert torch.equal(made, whole)
+    assert torch.equal(kernel("gated", tiles, up=up, **{**given, "weight": gate}), whole)
     assert torch.equal(skinny.gated(x, gate, up=up), skinny.gated(x, weight)) or DEVICE == "cuda"
     assert torch.equal(skinny.gated(x, gate, up=up, fixed=True), skinny.gated(x, weight, fixed=True))
 

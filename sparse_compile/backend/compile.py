@@ -66,7 +66,7 @@ def sparse_compile_backend(
 
 def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecord, ...]) -> GraphReport:
     found = [(one.node, one.reason) for one in compilation.left]
-    made = compilation.products or Replaced({}, 0, ())
+    made = compilation.products or Replaced({}, 0, 0, ())
     left, library = (
         tuple(Left(node.name, module_of(node), reason) for node, reason in some)
         for some in (found, made.left)
@@ -81,6 +81,7 @@ def _report(number: int, compilation: CachedCompilation, passes: tuple[PassRecor
         cause=_causes.new(),
         products=made.counts,
         replaced=made.layers,
+        norms=made.norms,
         library=library,
     )
 

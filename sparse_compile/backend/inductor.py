@@ -16,9 +16,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from sparse_compile.backend.options import BackendOptions
 from sparse_compile.passes.cached_rewrite import OPS
 from sparse_compile.passes.errors import PassError
+from sparse_compile.passes.graph import PRODUCTS
 from sparse_compile.passes.inductor import early_start, one_pass_reductions
 from sparse_compile.passes.nodes import fake, fake_maybe
-from sparse_compile.passes.skinny import PRODUCTS
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
@@ -143,11 +143,12 @@ def _prepare_attention(node: fx.Node, query: torch.Tensor) -> None:
 
 def _prepare_product(node: fx.Node, x: torch.Tensor) -> None:
     """Of a symbolic number of rows every number that the kernel serves is met sooner or later."""
-    from sparse_compile.kernels.skinny_choice import Shape, prepare
+    from sparse_compile.kernels.skinny_choice import prepare, shape_of
+    from sparse_compile.kernels.skinny_parts import Norm
 
     weight, pairs = fake(node.args[1]), node.target in (PRODUCTS["gated"], PRODUCTS["rotary"])  # type: ignore[arg-type]
+    up, gain = (fake_maybe(node.kwargs.get(name)) for name in ("up", "norm"))
+    norm = Norm(float(node.kwargs["eps"]), gain) if "eps" in node.kwargs else None  # type: ignore[arg-type]
     rows = [size for size in x.shape[:-1] if isinstance(size, int)]
     known = len(rows) == x.dim() - 1
-    lines = weight.shape[0] * (2 if "up" in node.kwargs else 1)
-    shape = Shape(lines, weight.shape[1], pairs, weight.dtype, weight.device)
-    prepare(shape, math.prod(rows) if known else None)
+    prepare(shape_of(weight, pairs, norm, up), math.prod(rows) if known else None)

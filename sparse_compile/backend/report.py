@@ -37,6 +37,7 @@ class GraphReport:
         cause: why it was compiled: a first call, or the guard that failed; empty where Dynamo does not say.
         products: how often each op of few rows was put in (`skinny_products`).
         replaced: in the place of how many linear layers; gate and up are two.
+        norms: how many norms they do as well.
         library: the linear layers of a decode graph that keep the library's product all the same.
     """
 
@@ -49,6 +50,7 @@ class GraphReport:
     cause: str = ""
     products: dict[str, int] = field(default_factory=dict)
     replaced: int = 0
+    norms: int = 0
     library: tuple[Left, ...] = ()
 
     @property
@@ -80,6 +82,7 @@ class GraphReport:
             "left": [vars(one) for one in self.left],
             "products": dict(self.products),
             "linear_layers_replaced": self.replaced,
+            "norms_replaced": self.norms,
             "library": [vars(one) for one in self.library],
             "breaks": list(self.breaks),
             "passes": [{"name": one.name, "counters": one.counters} for one in self.passes],
@@ -106,11 +109,12 @@ class GraphReport:
         return lines + [f"  graph break: {one}" for one in self.breaks]
 
     def products_summary(self) -> str:
-        """ "products of few rows: 54 of 57 linear layers (24 skinny_linear, 30 skinny_rotary)"."""
+        """ "products of few rows: 54 of 57 linear layers (24 skinny_linear, 30 skinny_rotary), with 8 norms"."""
         kinds = ", ".join(f"{number} {name}" for name, number in self.products.items())
         total = self.replaced + len(self.library)
         made = f"products of few rows: {self.replaced} of {total} linear layers"
-        return f"{made} ({kinds})" if kinds else made
+        made += f" ({kinds})" if kinds else ""
+        return f"{made}, with {self.norms} norm{'s' * (self.norms > 1)}" if self.norms else made
 
     def summary(self) -> str:
         """ "rewrote 8 of 8 attention calls (2 layers x 4 loops): 2 dense, 2 capture, 4 consume"."""
