@@ -13,7 +13,7 @@ distinct graphs. Nothing that a compiler could fuse is parted: our ops are opaqu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, cast
@@ -111,12 +111,20 @@ class _LiftedPiece(Piece):
 
 @dataclass
 class Cutter:
-    """Cuts stages; `codes` holds the distinct graphs of all that were cut so far."""
+    """Cuts stages; `codes` holds the distinct graphs of all that were cut so far. Loops that share a module share its
+    calls.
+    """
 
     codes: dict[str, Code] = field(default_factory=dict)
+    _made: dict[fx.GraphModule, CutStage] = field(default_factory=dict)
 
     def cut(self, stage: Stage) -> CutStage:
         """The calls of one stage, in its order."""
+        if stage.module not in self._made:
+            self._made[stage.module] = self._cut(stage)
+        return replace(self._made[stage.module], stage=stage)
+
+    def _cut(self, stage: Stage) -> CutStage:
         nodes = list(stage.module.graph.nodes)
         output = nodes[-1].args[0]
         runs = list(_runs([node for node in nodes if node.op == "call_function"]))

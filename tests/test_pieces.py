@@ -34,6 +34,14 @@ def test_loops_layers_and_variants_share_their_graphs() -> None:
     assert codes(3) == codes(5) <= 6, "more layers are more of the same"
 
 
+def test_loops_of_one_body_are_cut_once() -> None:
+    cutter, stages = Cutter(), toy_compile(Toy()).variants["dense"].stages
+    bodies = [cutter.cut(stage) for stage in stages if stage.name.startswith("body")]
+    assert len(bodies) > 1
+    assert all(cut.calls is bodies[0].calls for cut in bodies)
+    assert [cut.stage.loop for cut in bodies] == list(range(len(bodies)))
+
+
 def test_a_cut_stage_computes_what_the_stage_computes() -> None:
     """Every piece alone, on the values that the whole graph gives its inputs."""
     program = toy_compile(Toy())
