@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from looped_models import LoopedConfig, LoopedModel
+from looped_models import LoopedConfig, RotaryInside
 from quantised import StandIn
 from test_backend import decode_config, generate, padded_batch
 from torch import Tensor, fx, nn
@@ -467,7 +467,7 @@ def test_steps_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 @torch.no_grad()
 def test_a_whole_model_in_cuda_graphs() -> None:
     """Prefill and decode of a model in bfloat16, against the same without our products."""
-    model = LoopedModel(LoopedConfig()).cuda().to(torch.bfloat16).eval()
+    model = RotaryInside(LoopedConfig()).cuda().to(torch.bfloat16).eval()
     ids, mask = (one.cuda() for one in padded_batch())
     how: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
     made = []
