@@ -94,7 +94,8 @@ class CompiledModel:
         seed: an int (each row draws independently, see `sparse_compile.seeds`) or one per row; without it
             torch's global generator decides.
         speculation: a `SpeculationConfig` for this call, False for none; without it the option of the same name. An
-            engine belongs to one: a call with another one makes a new engine.
+            engine belongs to one: a call with another one makes a new engine. With it logits processors are asked
+            about drafted tokens too, and about some positions twice: they must depend on nothing but their arguments.
         progress: overrides the option of the same name; a callable is given (done, total) tokens. Beside a
             streamer nothing is shown unless it is asked for here.
 

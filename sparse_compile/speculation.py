@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 MODES = ("block", "pipeline")
 
+MOST_DRAFT_TOKENS = 256
+"""Rows of a block at most: each but the first is a draft behind the one before it, so a round of more is no gain."""
+
 
 @dataclass(frozen=True)
 class SpeculationConfig:
@@ -21,8 +24,8 @@ class SpeculationConfig:
     mode: "block" drafts a few tokens one after the other, then verifies all of them at once. "pipeline" drafts one and
         verifies one in each step: tokens of one request are under way at depths 0, draft_loops, 2 * draft_loops ...
     draft_loops: loops that a draft runs, before the model's own head reads it; at most those of the model.
-    num_draft_tokens: rows of a block: so many tokens come out of a round at most. The first row has a token that is
-        known, the others have drafted ones. (A pipeline has as many rows as a token takes steps.)
+    num_draft_tokens: rows of a block, at most 256: so many tokens come out of a round at most. The first row has a
+        token that is known, the others have drafted ones. (A pipeline has as many rows as a token takes steps.)
     adaptive: blocks get shorter where drafts are rejected: one row more than rounds gave tokens of late, on average,
         without the very last round, which may not have been read.
     """
@@ -38,6 +41,9 @@ class SpeculationConfig:
             raise ArgumentError("mode", self.mode, f"must be one of {known}", "pass mode='block'")
         for name in ("draft_loops", "num_draft_tokens"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        if self.num_draft_tokens > MOST_DRAFT_TOKENS:
+            limit, remedy = f"must be at most {MOST_DRAFT_TOKENS}", "pass for example num_draft_tokens=4"
+            raise ArgumentError("num_draft_tokens", self.num_draft_tokens, limit, remedy)
         if not isinstance(self.adaptive, bool):
             raise ArgumentError("adaptive", self.adaptive, "must be True or False", "pass adaptive=True")
         if self.adaptive and self.mode == "pipeline":
@@ -84,4 +90,5 @@ def check_speculation(asked: SpeculationConfig | None, program: Program, loops_p
         raise ArgumentError("draft_loops", asked.draft_loops, limit, remedy)
     if loops_per_step is not None:
         limit = "cannot be combined with speculation, whose rounds say which loops run"
-        raise ArgumentError("loops_per_step", loops_per_step, limit, "pass loops_per_step=None")
+        remedy = "compile with loops_per_step=None, or leave speculation out"
+        raise ArgumentError("loops_per_step", loops_per_step, limit, remedy)

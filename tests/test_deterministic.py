@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from sparse_compile import sparse_compile
 from sparse_compile.compiled import CompiledModel
+from sparse_compile.determinism import check_rows
 from sparse_compile.errors import ArgumentError
 from sparse_compile.kernels import skinny
 from sparse_compile.models import tiny_model
@@ -263,8 +264,8 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     made = sparse_compile(model, deterministic=True, validate=False, speculation=MODES["pipeline"])
     with pytest.raises(ArgumentError, match=f"pass max_batch={FIXED_ROWS // 4} or less"):
         made.serve(max_batch=FIXED_ROWS // 4 + 1, max_context=32)
-    with pytest.raises(ArgumentError, match=f"pass num_draft_tokens={FIXED_ROWS} or less"):
-        made.generate(torch.tensor([[5]]), speculation=SpeculationConfig(num_draft_tokens=FIXED_ROWS + 1))
+    with pytest.raises(ArgumentError, match="a sequence has 257 rows at once.*pass draft_loops=2 or more"):
+        check_rows(made.sparse_config, 1, SpeculationConfig("pipeline"), FIXED_ROWS + 1)
     for changes, message in (
         ({"max_seqs": 257}, "max_seqs=256 or less"),
         ({"max_seqs": 1, "drafting": Drafting(1, 257)}, "pass rows=256 or less"),

@@ -107,6 +107,7 @@ def test_scores_and_metrics_of_a_call() -> None:
         ({"mode": "tree"}, "mode='tree': must be one of 'block'"),
         ({"draft_loops": 0}, "draft_loops=0: must be an integer >= 1"),
         ({"num_draft_tokens": True}, "num_draft_tokens=True: must be an integer >= 1"),
+        ({"num_draft_tokens": 100_000}, "num_draft_tokens=100000: must be at most 256; pass for example"),
         ({"adaptive": 1}, "adaptive=1: must be True or False"),
     ],
     ids=str,
@@ -122,7 +123,10 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         ({"speculation": "block"}, "speculation='block': must be a SpeculationConfig"),
         ({"speculation": SpeculationConfig(), "roll": False}, "needs a loop that is rolled.*rolling is off"),
         ({"speculation": SpeculationConfig(draft_loops=5)}, "draft_loops=5: the program has 4 loops"),
-        ({"speculation": SpeculationConfig(), "loops_per_step": 1}, "loops_per_step=1: cannot be combined"),
+        (
+            {"speculation": SpeculationConfig(), "loops_per_step": 1},
+            "loops_per_step=1: cannot be combined.*compile with loops_per_step=None, or leave speculation out",
+        ),
     ],
     ids=str,
 )
