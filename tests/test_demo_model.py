@@ -5,13 +5,16 @@ The bounds are wide: few samples, so that a CPU can take them. Measured figures 
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
 from benchmarks.demo.forward import Forward
+from sparse_compile import SpeculationConfig, sparse_compile
 from sparse_compile.models import OuroForCausalLM, check_checkpoint, load_model, load_tokenizer, preset_config
 from sparse_compile.models.presets import DEMO_FOLDER
 from sparse_compile.quality import tasks, text
@@ -47,6 +50,30 @@ def test_text_is_predicted_and_early_loops_draft(model: OuroForCausalLM) -> None
     same = [float((one.argmax(-1) == logits[-1].argmax(-1)).float().mean()) for one in logits]
     assert same[0] >= 0.5
     assert same[1] >= 0.75
+
+
+@pytest.mark.parametrize(("loops", "least"), [(1, 0.4), (2, 0.6), (3, 0.8)])
+def test_it_drafts_for_itself_on_held_out_text(model: OuroForCausalLM, loops: int, least: float) -> None:
+    """In blocks and pipelines; the tokens are those of ordinary decoding."""
+    prompts = torch.stack([tasks.to_ids(text.held_out_text()[at : at + 96]) for at in (5_000, 60_000, 120_000)])
+    compiled = _compiled(model)
+    wanted = compiled.generate(prompts, max_new_tokens=16, do_sample=False)
+    for mode in ("block", "pipeline"):
+        found = compiled.generate(
+            prompts,
+            max_new_tokens=16,
+            do_sample=False,
+            speculation=SpeculationConfig(mode, draft_loops=loops, num_draft_tokens=3),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(found.sequences, wanted)
+        accepted = sum(one.accepted_tokens for one in found.metrics)
+        assert accepted >= least * sum(one.drafted_tokens for one in found.metrics)
+
+
+@functools.cache
+def _compiled(model: OuroForCausalLM) -> Any:
+    return sparse_compile(model, key_retention=0.1, validate=False, progress=False)
 
 
 def test_far_keys_are_found(model: OuroForCausalLM) -> None:

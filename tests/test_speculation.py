@@ -196,7 +196,7 @@ def script_pipeline(engine: Engine, answers: dict[str, list[int]], right: bool) 
     engine.executor.advance = advancing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("loops", [1, 2, 3])
+@pytest.mark.parametrize("loops", [1, 2, 3, 4])
 @pytest.mark.parametrize("in_pipeline", [False, True])
 def test_verification_consumes_the_references_of_ordinary_decoding(loops: int, in_pipeline: bool) -> None:
     """Slot for slot, whether the capture (loop 1) falls into the draft or into the verification."""
