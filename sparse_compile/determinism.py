@@ -61,7 +61,9 @@ def check_rows(config: SparseConfig, rows: int, speculation: SpeculationConfig |
     each = speculation.rows(loops) if speculation is not None else 1
     if config.deterministic and each > FIXED_ROWS:
         limit = f"a sequence has {each} rows at once, and deterministic=True serves up to {FIXED_ROWS}"
-        raise ArgumentError("speculation", speculation, limit, f"pass draft_loops={-(-loops // FIXED_ROWS)} or more")
+        raise ArgumentError(
+            "speculation", speculation, limit, f"pass draft_loops={-(-loops // FIXED_ROWS)} or more"
+        )
     if config.deterministic and rows * each > FIXED_ROWS:
         limit = f"deterministic=True serves up to {FIXED_ROWS} rows at once, and a sequence has {each} here"
         remedy = f"pass max_batch={FIXED_ROWS // each} or less, or split the call"

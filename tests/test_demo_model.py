@@ -55,7 +55,9 @@ def test_text_is_predicted_and_early_loops_draft(model: OuroForCausalLM) -> None
 @pytest.mark.parametrize(("loops", "least"), [(1, 0.4), (2, 0.6), (3, 0.8)])
 def test_it_drafts_for_itself_on_held_out_text(model: OuroForCausalLM, loops: int, least: float) -> None:
     """In blocks and pipelines; the tokens are those of ordinary decoding."""
-    prompts = torch.stack([tasks.to_ids(text.held_out_text()[at : at + 96]) for at in (5_000, 60_000, 120_000)])
+    prompts = torch.stack(
+        [tasks.to_ids(text.held_out_text()[at : at + 96]) for at in (5_000, 60_000, 120_000)]
+    )
     compiled = _compiled(model)
     wanted = compiled.generate(prompts, max_new_tokens=16, do_sample=False)
     for mode in ("block", "pipeline"):

@@ -264,7 +264,7 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     made = sparse_compile(model, deterministic=True, validate=False, speculation=MODES["pipeline"])
     with pytest.raises(ArgumentError, match=f"pass max_batch={FIXED_ROWS // 4} or less"):
         made.serve(max_batch=FIXED_ROWS // 4 + 1, max_context=32)
-    with pytest.raises(ArgumentError, match="a sequence has 257 rows at once.*pass draft_loops=2 or more"):
+    with pytest.raises(ArgumentError, match=r"a sequence has 257 rows at once.*pass draft_loops=2 or more"):
         check_rows(made.sparse_config, 1, SpeculationConfig("pipeline"), FIXED_ROWS + 1)
     for changes, message in (
         ({"max_seqs": 257}, "max_seqs=256 or less"),
