@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
@@ -55,9 +56,14 @@ _SUMMED = ("prompt_tokens", "new_tokens", "cached_tokens", "keys_read", "keys_de
 
 
 class Ledger:
-    """Keeps the metrics of the last finished requests, and sums over all that have finished."""
+    """Keeps the metrics of the last finished requests, and sums over all that have finished.
+
+    lock: held while a request goes from the unfinished to the finished ones, and while both are summed up, which other
+    threads may do: no sum may go back in between.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.steps = self.finished = 0
         self._kept: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._sums: dict[str, float] = defaultdict(float)
@@ -81,8 +87,8 @@ class Ledger:
         return self._kept[request_id]
 
     def look(self, scheduler: Scheduler, failed_runs: int) -> EngineMetrics:
-        """The numbers of this moment."""
-        sums, unfinished = self._sums.copy(), scheduler.requests.values()
+        """The numbers of this moment. The caller has the lock."""
+        sums, unfinished = self._sums.copy(), list(scheduler.requests.values())
         for request in unfinished:
             _add(sums, request.metrics)
         suspended = sum(one.held or one.state is RequestState.SUSPENDED for one in unfinished)
