@@ -37,7 +37,7 @@ class EngineMetrics:
     keys_dense: int
     pages_free: int
     pages_total: int
-    slots_free: int  # of the reference store; 0 of 0 without one
+    slots_free: int  # of the reference store, those that await their last readers among them; 0 of 0 without one
     slots_total: int
     preemptions: int  # requests that the engine suspended, for memory or for a higher priority
     failed_runs: int  # runs that raised and were repeated one request at a time
@@ -108,7 +108,7 @@ class Ledger:
             keys_dense=int(sums["keys_dense"]),
             pages_free=holdings.free_pages,
             pages_total=holdings.pool.usable_pages,
-            slots_free=store.free_slots if store is not None else 0,
+            slots_free=store.usable_slots - store.live_upper_bound if store is not None else 0,
             slots_total=store.usable_slots if store is not None else 0,
             preemptions=scheduler.preempted,
             failed_runs=failed_runs,

@@ -96,6 +96,7 @@ def test_prompts_of_every_integer_kind_are_one_prompt(prompt: Any) -> None:
         ({"max_new_tokens": 2, "eos_token_ids": None}, "eos_token_ids=None"),
         ({"max_new_tokens": 2, "prefix_length": 1.0}, "prefix_length=1.0 must be an integer"),
         ({"max_new_tokens": 2, "do_sample": "no"}, "do_sample='no' must be True or False"),
+        ({"max_new_tokens": 2, "want_logits": 1}, "want_logits=1 must be True or False"),
         ({"max_new_tokens": 2, "generator": 5}, "generator=5 must be a torch.Generator"),
         ({"max_new_tokens": 2, "processor": 5}, "processor=5 must be callable"),
         ({"max_new_tokens": 2, "stop": "."}, "stop='.' must be callable"),
@@ -594,6 +595,8 @@ def test_finished_requests_leave_nothing_behind() -> None:
     engine.check_integrity()
     assert engine.pool.held_pages == 0
     assert engine.store is not None
+    look = engine.metrics()
+    assert (look.pages_free, look.slots_free) == (look.pages_total, look.slots_total)
     engine.store.collect()
     assert engine.store.free_slots == engine.store.usable_slots
     assert not engine.store.count.any()

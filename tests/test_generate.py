@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from front_fakes import compiled_llama, left_padded, tiny_llama
+from hypothesis import example, given
+from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from sparse_compile.models import tiny_tokenizer
+from sparse_compile.models.tokenizer import FIRST_BYTE_ID
 from sparse_compile.outputs import GenerateOutput
+from sparse_compile.streaming import IncrementalText
 
 BATCH = left_padded([3, 7, 12, 5])
 SOLO = left_padded([6])
@@ -265,6 +270,19 @@ def test_stream_gives_the_same_tokens_and_text(model: Any) -> None:
     solo = list(compiled.stream(SOLO["input_ids"], tokenizer=tokenizer, max_new_tokens=20))
     whole = tokenizer.decode([item.token_id for item in solo], skip_special_tokens=True)
     assert "".join(item.text or "" for item in solo) == whole
+
+
+@given(st.lists(st.one_of(st.text(max_size=3), st.binary(max_size=2)), max_size=6))
+@example(["d\u20acf\U0001f642", b"\xe2", "h", b"\xf0\x9f"])
+def test_pieces_of_text_are_the_whole_text(parts: list[str | bytes]) -> None:
+    """Characters of several tokens, and bytes that are none: some tokenizers say U+FFFD to them, some say nothing."""
+    data = b"".join(part.encode() if isinstance(part, str) else part for part in parts)
+    replaces = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode(errors="replace"))
+    for tokenizer, first in ((tiny_tokenizer(), FIRST_BYTE_ID), (replaces, 0)):
+        tokens = [byte + first for byte in data]
+        text = IncrementalText(tokenizer)
+        pieces = [text.push(token, at == len(tokens)) for at, token in enumerate(tokens, start=1)]
+        assert "".join(pieces) == (tokenizer.decode(tokens, skip_special_tokens=True) if tokens else "")
 
 
 def test_stream_checks_at_once_and_takes_no_streamer(model: Any) -> None:
