@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -134,15 +135,15 @@ def test_other_handlings_of_the_signal_are_left_alone(handler: signal.Handlers) 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_goes_through_at_once_however_deep() -> None:
     """`generate` holds it back around the step of an engine, which does so too."""
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), held_back():  # noqa: PT012
-        with held_back():
+    came = 0
+    with contextlib.suppress(KeyboardInterrupt), held_back(), held_back():
+        signal.raise_signal(signal.SIGINT)
+        try:
             signal.raise_signal(signal.SIGINT)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        with held_back():
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is handler
+        except KeyboardInterrupt:
+            came += 1
+    assert came == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("call", ["step", "add_request", "abort", "suspend", "forget_prefixes"])
