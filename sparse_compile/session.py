@@ -38,14 +38,22 @@ class EngineRequest:
 
 
 class Session:
-    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request."""
+    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request.
+
+    lock: of all sessions of a model, one of which works at a time, whatever threads call.
+    """
 
     def __init__(
-        self, engine: Engine, rows: int, context: int, speculation: SpeculationConfig | None = None
+        self,
+        engine: Engine,
+        rows: int,
+        context: int,
+        speculation: SpeculationConfig | None,
+        lock: threading.RLock,
     ) -> None:
         self.engine, self.rows, self.context, self.speculation = engine, rows, context, speculation
         self._mail: dict[str, deque[StepOutput]] = {}
-        self._lock = threading.RLock()
+        self._lock = lock
         self._stepping = False
         self._dropped: list[str] = []  # requests that nobody waits for any more, to be aborted after the step
 
@@ -155,7 +163,7 @@ class SessionKeeper:
         """weights: as `Engine.weights`, for every engine."""
         self.make_engine, self._config, self._weights = make_engine, config, weights
         self._session: Session | None = None
-        self._lock = threading.Lock()
+        self._lock, self._work = threading.Lock(), threading.RLock()
 
     @property
     def present(self) -> Session | None:
@@ -209,8 +217,8 @@ class SessionKeeper:
         options = {} if asked == self._config.speculation else {"speculation": asked or False}
         for size in larger:
             with contextlib.suppress(ValueError):
-                return Session(self.engine(*size, **options), *size, asked)
-        return Session(self.engine(*least, **options), *least, asked)
+                return Session(self.engine(*size, **options), *size, asked, self._work)
+        return Session(self.engine(*least, **options), *least, asked, self._work)
 
     def _sizes(self, rows: int, context: int) -> list[tuple[int, int]]:
         """(rows, context) of a new session, best first: with room for earlier calls, then without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -354,6 +355,28 @@ def test_engine_grows_on_demand(model: Any) -> None:
     assert sizes[0] == (4, 16)
     assert len(sizes) <= 3
     assert all(context % 16 == 0 for _, context in sizes)
+
+
+def test_calls_of_several_threads_work_in_turn(model: Any) -> None:
+    """Also where a call needs a larger engine than the one that works: they share the model and its device."""
+    compiled, engines = compiled_llama(model)
+    answers: dict[str, torch.Tensor] = {}
+    thread = threading.Thread(
+        target=lambda: answers.update(large=compiled.generate(**BATCH, max_new_tokens=3, progress=False))
+    )
+
+    def slow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not answers and not thread.is_alive():
+            thread.start()
+            thread.join(0.3)  # it must not get to a step
+            assert len(engines) < 2 or engines[1]._steps == 0
+        return scores
+
+    answers["small"] = compiled.generate(**SOLO, max_new_tokens=3, logits_processor=[slow], progress=False)
+    thread.join()
+    assert [engine.rows for engine in engines] == [1, 4]
+    assert torch.equal(answers["large"], compiled.generate(**BATCH, max_new_tokens=3))
+    assert torch.equal(answers["small"], compiled.generate(**SOLO, max_new_tokens=3))
 
 
 def test_growth_falls_back_to_what_the_call_needs(model: Any) -> None:
