@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from runtime_fakes import (
     generate,
     greedy,
     make_engine,
+    no_room,
     oracle,
     run_all,
     tokens_of,
@@ -311,36 +311,16 @@ def test_memory_that_runs_out_anywhere_ends_one_request(where: str, options: dic
     """While a request is admitted, gets a page, begins a row or comes back; the first time, the second, ..."""
     for count in (1, 2, 3, 5, 8):
         engine, _ = make_engine(pages=9, prefill_chunk=3, **options)
-        holdings = engine.scheduler.holdings
-        places = {
-            "take": holdings.seats,
-            "write": holdings.seats,
-            "allocate": holdings.pages,
-            "grow": holdings,
-        }
-        places |= {"resume": engine.scheduler.suspension}
-        fail_once(places.get(where, engine.store), where, count)
         ids = [engine.add_request(prompt, greedy(8)) for prompt in PROMPTS]
-        outputs = run_all(engine)
+        with no_room(engine, where, count):
+            outputs = run_all(engine)
         failed = [name for name in ids if outputs[name][-1].finish_reason == "error"]
         assert len(failed) == 1 or (count > 1 and not failed)  # there may be fewer such calls
         for name, prompt in zip(ids, PROMPTS, strict=True):
             if name not in failed:
                 assert tokens_of(outputs[name]) == oracle(prompt, 8, True)
         assert all(str(outputs[name][-1].error) == "no room" for name in failed)
-        assert holdings.free_pages == engine.pool.usable_pages
-
-
-def fail_once(owner: Any, name: str, count: int) -> None:
-    """The call of that number raises."""
-    whole, calls = getattr(owner, name), itertools.count(1)
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        if next(calls) == count:
-            raise torch.OutOfMemoryError("no room")
-        return whole(*arguments, **keywords)
-
-    setattr(owner, name, call)
+        assert engine.metrics().pages_free == engine.pool.usable_pages
 
 
 def test_slots_that_cannot_be_cleared_are_not_lost() -> None:
@@ -348,9 +328,8 @@ def test_slots_that_cannot_be_cleared_are_not_lost() -> None:
     engine.add_request(PROMPTS[0], greedy(1))
     run_all(engine)
     assert engine.store is not None
-    fail_once(engine.store, "_clear", 1)
     name = engine.add_request(PROMPTS[1], greedy(3))
-    with pytest.raises(torch.OutOfMemoryError):
+    with no_room(engine, "_clear"), pytest.raises(torch.OutOfMemoryError):
         engine.step()
     engine.check_integrity()
     assert tokens_of(run_all(engine)[name]) == oracle(PROMPTS[1], 3, True)
