@@ -365,6 +365,8 @@ class Engine:
     def _take(self, entry: Entry) -> StepOutput | None:
         """The output for one entry; None when a stop rule has aborted the request meanwhile."""
         request = entry.request
+        if entry.segment is not None:  # it ran, whatever came of it
+            self.scheduler.counter.charge(request.metrics, entry.segment)
         if entry.error is not None or entry.reader is None:
             return self._finish(request, "error", error=entry.error)
         token, logprob = entry.reader.read(entry.row)
@@ -372,8 +374,6 @@ class Engine:
             return self._finish(request, "error", error=not_a_number())
         request.append(token, time.perf_counter())
         request.metrics.round_tokens += entry.in_round
-        if entry.segment is not None:
-            self.scheduler.counter.charge(request.metrics, entry.segment)
         logits, scores = entry.reader.drawn.kept.pop(entry.row, (None, None))
         output = StepOutput(request.id, token, logprob, False, None)
         if request.params.want_logits:

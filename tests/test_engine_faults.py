@@ -405,6 +405,7 @@ def test_a_callback_fault_ends_only_its_request(where: str) -> None:
     # a failing stop rule has its token already, a failing processor has none
     tokens = oracle(PROMPTS[0], 2, True)
     assert tokens_of(outputs[bad]) == ([*tokens, NO_TOKEN] if where == "processor" else tokens)
+    assert engine.metrics(bad).loops_run == 3 * (5 if where == "processor" else 4)  # the last row has run
 
 
 @pytest.mark.parametrize("params", [greedy(2), greedy(2, do_sample=True), greedy(2, processor=boom)])
