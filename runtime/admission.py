@@ -115,8 +115,9 @@ def _check_params(params: SamplingParams) -> None:
     ends = params.eos_token_ids
     if not isinstance(ends, tuple | list | set | frozenset) or not all(map(_is_whole, ends)):
         raise ValueError(f"eos_token_ids={ends!r:.60} must be a tuple of token ids; pass for example (2,)")
-    if not isinstance(params.do_sample, bool):
-        raise ValueError(f"do_sample={params.do_sample!r} must be True or False")
+    for name in ("do_sample", "want_logits"):
+        if not isinstance(getattr(params, name), bool):
+            raise ValueError(f"{name}={getattr(params, name)!r} must be True or False")
     if not isinstance(params.generator, torch.Generator | None):
         raise ValueError(f"generator={params.generator!r:.60} must be a torch.Generator, or None")
     for name in ("processor", "stop"):

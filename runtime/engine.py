@@ -14,11 +14,9 @@ causes it. The outputs say so, and what the request held is free again.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, overload
 
 import torch
@@ -27,7 +25,6 @@ from sparse_compile.runtime.admission import Admission, check_order, to_list, wi
 from sparse_compile.runtime.blocks import BlockPlan
 from sparse_compile.runtime.flights import FlightPlan
 from sparse_compile.runtime.holdings import Holdings
-from sparse_compile.runtime.interrupts import held_back
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.metrics import EngineMetrics, Ledger
 from sparse_compile.runtime.options import Drafting, EngineOptions
@@ -48,6 +45,7 @@ from sparse_compile.runtime.scheduler import Scheduler
 from sparse_compile.runtime.seats import SeatTable
 from sparse_compile.runtime.steps import StepRunner
 from sparse_compile.runtime.suspension import Suspension
+from sparse_compile.runtime.turns import Turns
 
 __all__ = ["Engine", "EngineMetrics", "EngineOptions", "Executor"]
 
@@ -115,9 +113,15 @@ class Executor(Protocol):
 class Engine:
     """Serves requests with one program on one KV pool and, for sparse decoding, one reference store.
 
-    It belongs to one thread at a time. A logits processor or a stop rule may abort requests and add others; it may
-    not step, suspend or resume.
+    It belongs to one thread at a time: a call while another thread is in the middle of one is a RuntimeError. Only
+    `metrics` may be called from any thread at any time. A logits processor or a stop rule may abort requests and add
+    others; it may not step, suspend or resume.
+
+    weights: asked with every request that comes. It raises when the model is no longer the one that was compiled, and
+    gives another value than last time when the weights have changed; then cached pages are forgotten.
     """
+
+    weights: Callable[[], Hashable] | None = None
 
     def __init__(
         self, executor: Executor, pool: KVPool, store: ReferenceStore | None, options: EngineOptions
@@ -147,7 +151,8 @@ class Engine:
         self._ledger = Ledger()
         self._inflight: deque[Batch] = deque()  # submitted, not read: the oldest first
         self._named = self._arrivals = 0
-        self._stepping = 0  # the thread that is in the middle of a step
+        self._turns = Turns()
+        self._weights: Hashable = None  # what `weights` gave last time
 
     @property
     def plans(self) -> PlanBuilder:
@@ -155,7 +160,6 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    @held_back()
     def add_request(
         self,
         prompt_ids: Sequence[int] | torch.Tensor,
@@ -173,6 +177,11 @@ class Engine:
         limit and the remedy.
         """
         prompt = to_list(prompt_ids)
+        with self._turns.taken("add_request"):
+            self._look_at_weights()
+            return self._add(prompt, params, request_id, priority)
+
+    def _add(self, prompt: list[int], params: SamplingParams, request_id: str | None, priority: int) -> str:
         request_id = self._free_id() if request_id is None else request_id
         check_order(request_id, priority)
         if request_id in self.scheduler.requests:
@@ -193,15 +202,32 @@ class Engine:
         )
         return request_id
 
-    @held_back()
     def abort(self, request_id: str) -> StepOutput | None:
         """Ends a request at once, in any state. Returns its last output, None when it has finished already.
 
         Raises KeyError for an id that was never seen.
         """
-        self._owed = [output for output in self._owed if output.request_id != request_id]
-        request = self._find(request_id)
-        return None if request is None else self._finish(request, "abort")
+        with self._turns.taken("abort"):
+            self._owed = [output for output in self._owed if output.request_id != request_id]
+            request = self._find(request_id)
+            return None if request is None else self._finish(request, "abort")
+
+    def forget_prefixes(self) -> None:
+        """Forgets cached pages of prompts, of unfinished requests too: later prompts are computed anew.
+
+        To be called after weights were written through `parameter.data` or by a fused optimizer, which leaves no trace;
+        other changes of their values are noticed with the next request.
+        """
+        with self._turns.taken("forget_prefixes"):
+            self.scheduler.holdings.forget_prefixes(self.scheduler.requests.values())
+
+    def _look_at_weights(self) -> None:
+        if self.weights is None:
+            return
+        found = self.weights()
+        if found != self._weights:
+            self.forget_prefixes()
+            self._weights = found
 
     def suspend(self, request_id: str, offload: bool = False) -> bool:
         """Stops a request until `resume`. It gives up its seat; with `offload` its pages and slot as well.
@@ -209,7 +235,7 @@ class Engine:
         Reads what is on its way first. False when the request has finished, perhaps by that. Raises KeyError for an
         id that was never seen.
         """
-        with self._busy("suspend"):
+        with self._turns.alone("suspend"):
             self._settle()
         request = self._find(request_id)
         if request is None:
@@ -222,7 +248,7 @@ class Engine:
 
         Raises ValueError for a request that is not suspended, KeyError for an id that was never seen.
         """
-        with self._busy("offload"):
+        with self._turns.alone("offload"):
             request = self._find(request_id)
             if request is not None:
                 if request.state is RequestState.RUNNING:
@@ -235,7 +261,7 @@ class Engine:
 
         Raises KeyError for an id that was never seen.
         """
-        with self._busy("resume"):
+        with self._turns.alone("resume"):
             request = self._find(request_id)
             if request is not None and request.held:
                 self.scheduler.let_go(request)
@@ -256,10 +282,11 @@ class Engine:
         """Of one request, so far or at its end, or of the engine. Raises KeyError for an id that was never seen, or
         too long ago.
         """
-        if request_id is None:
-            return self._ledger.look(self.scheduler, self._runner.failed_runs)
-        request = self.scheduler.requests.get(request_id)
-        return self._ledger.of(request_id) if request is None else request.metrics
+        with self._ledger.lock:
+            if request_id is None:
+                return self._ledger.look(self.scheduler, self._runner.failed_runs)
+            request = self.scheduler.requests.get(request_id)
+            return self._ledger.of(request_id) if request is None else request.metrics
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the pools are whole and hold exactly what unfinished requests hold."""
@@ -279,7 +306,7 @@ class Engine:
 
         RuntimeError: called in the middle of a step: from a processor or a stop rule, or from another thread.
         """
-        with self._busy("step"):
+        with self._turns.alone("step"):
             if not self._owed:
                 self._advance()
         outputs, self._owed = self._owed, []
@@ -338,6 +365,8 @@ class Engine:
     def _take(self, entry: Entry) -> StepOutput | None:
         """The output for one entry; None when a stop rule has aborted the request meanwhile."""
         request = entry.request
+        if entry.segment is not None:  # it ran, whatever came of it
+            self.scheduler.counter.charge(request.metrics, entry.segment)
         if entry.error is not None or entry.reader is None:
             return self._finish(request, "error", error=entry.error)
         token, logprob = entry.reader.read(entry.row)
@@ -345,8 +374,6 @@ class Engine:
             return self._finish(request, "error", error=not_a_number())
         request.append(token, time.perf_counter())
         request.metrics.round_tokens += entry.in_round
-        if entry.segment is not None:
-            self.scheduler.counter.charge(request.metrics, entry.segment)
         logits, scores = entry.reader.drawn.kept.pop(entry.row, (None, None))
         output = StepOutput(request.id, token, logprob, False, None)
         if request.params.want_logits:
@@ -373,8 +400,9 @@ class Engine:
         error: Exception | None = None,
     ) -> StepOutput:
         """Frees what the request held and completes its last output, one without a token if there is none."""
-        self.scheduler.remove(request)
-        self._ledger.file(request.id, request.metrics)
+        with self._ledger.lock:
+            self.scheduler.remove(request)
+            self._ledger.file(request.id, request.metrics)
         output = output or StepOutput(request.id, NO_TOKEN, math.nan, True, reason)
         output.finished, output.finish_reason = True, reason
         output.error, output.metrics = error, request.metrics
@@ -395,24 +423,3 @@ class Engine:
             name = f"request-{self._named}"
             if name not in self.scheduler.requests and all(one.request_id != name for one in self._owed):
                 return name
-
-    @contextmanager
-    def _busy(self, what: str) -> Iterator[None]:
-        """Callbacks run inside of it: they must not come back to what moves requests about."""
-        me = threading.get_ident()
-        if self._stepping == me:
-            raise RuntimeError(
-                f"{what}: a step of this engine is running; a logits processor or a stopping criterion must not "
-                "generate with the model that calls it; compile another one for that"
-            )
-        if self._stepping:
-            raise RuntimeError(
-                f"{what}: another thread is in the middle of a step of this engine, which belongs to one thread at a "
-                "time; share a lock, or give each thread an engine of its own"
-            )
-        with held_back():
-            self._stepping = me
-            try:
-                yield
-            finally:
-                self._stepping = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sparse_compile.runtime.kv_pool import KVPool
 from sparse_compile.runtime.prefix_cache import PageCache
@@ -60,7 +60,10 @@ class Holdings:
     # ------------------------------------------------------------------ give and take
 
     def admit(self, request: Request) -> None:
-        """Everything that a running request holds and this one does not have yet; cached pages first."""
+        """Everything that a running request holds and this one does not have yet; cached pages first.
+
+        If it fails halfway, the request holds what it has got so far, and `release` gives that back.
+        """
         cached = self._cached(request)
         if request.state is RequestState.WAITING and self._may_cache(request):
             request.chain, request.filed = self.pages.share(cached), len(cached)
@@ -70,7 +73,8 @@ class Holdings:
         if missing > 0:
             request.pages += self.pages.allocate(missing)
         if self.store is not None and not request.leases:
-            request.leases = [self.store.acquire(request.id, request.computed) for _ in range(self.rows)]
+            for _ in range(self.rows):
+                request.leases.append(self.store.acquire(request.id, request.computed))
         request.seat = self.seats.take(request.pages)
 
     def grow(self, request: Request) -> None:
@@ -107,6 +111,12 @@ class Holdings:
             tokens = request.tokens[start : start + size]
             request.chain = self.pages.file(request.pages[request.filed], request.chain, tokens)
             request.filed += 1
+
+    def forget_prefixes(self, requests: Iterable[Request]) -> None:
+        """Forgets all cached pages; these requests, which are unfinished, file no more of theirs."""
+        for request in requests:
+            request.chain = None
+        self.pages.forget()
 
     def _may_cache(self, request: Request) -> bool:
         return self.prefix_caching and not request.params.prefix_length

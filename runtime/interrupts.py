@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -15,23 +15,30 @@ def held_back() -> Iterator[None]:
 
     What it goes through to is the handler that was there before, Python's own one raises KeyboardInterrupt. Only the
     main thread is ever interrupted: in others, and where SIGINT is ignored or no handler of Python's, nothing changes.
+    Inside of another such block the outer one does all of it.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(before) or isinstance(before, _Note):
         yield
         return
-    waiting = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal waiting
-        again, waiting = waiting, not waiting
-        if again:
-            before(number, frame)
-
+    note = _Note(before)
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if waiting:
+        if note.waiting:
             before(signal.SIGINT, None)
+
+
+class _Note:
+    """A handler that notes a first signal, and hands a second one on."""
+
+    def __init__(self, before: Callable[[int, FrameType | None], object]) -> None:
+        self.before, self.waiting = before, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        again, self.waiting = self.waiting, not self.waiting
+        if again:
+            self.before(number, frame)

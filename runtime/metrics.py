@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
@@ -36,7 +37,9 @@ class EngineMetrics:
     keys_dense: int
     pages_free: int
     pages_total: int
-    slots_free: int  # of the reference store; 0 of 0 without one
+    slots_free: (
+        int  # of the reference store, those that await their last readers among them; 0 of 0 without one
+    )
     slots_total: int
     preemptions: int  # requests that the engine suspended, for memory or for a higher priority
     failed_runs: int  # runs that raised and were repeated one request at a time
@@ -55,9 +58,14 @@ _SUMMED = ("prompt_tokens", "new_tokens", "cached_tokens", "keys_read", "keys_de
 
 
 class Ledger:
-    """Keeps the metrics of the last finished requests, and sums over all that have finished."""
+    """Keeps the metrics of the last finished requests, and sums over all that have finished.
+
+    lock: held while a request goes from the unfinished to the finished ones, and while both are summed up, which other
+    threads may do: no sum may go back in between.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.steps = self.finished = 0
         self._kept: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._sums: dict[str, float] = defaultdict(float)
@@ -81,8 +89,8 @@ class Ledger:
         return self._kept[request_id]
 
     def look(self, scheduler: Scheduler, failed_runs: int) -> EngineMetrics:
-        """The numbers of this moment."""
-        sums, unfinished = self._sums.copy(), scheduler.requests.values()
+        """The numbers of this moment. The caller has the lock."""
+        sums, unfinished = self._sums.copy(), list(scheduler.requests.values())
         for request in unfinished:
             _add(sums, request.metrics)
         suspended = sum(one.held or one.state is RequestState.SUSPENDED for one in unfinished)
@@ -102,7 +110,7 @@ class Ledger:
             keys_dense=int(sums["keys_dense"]),
             pages_free=holdings.free_pages,
             pages_total=holdings.pool.usable_pages,
-            slots_free=store.free_slots if store is not None else 0,
+            slots_free=store.usable_slots - store.live_upper_bound if store is not None else 0,
             slots_total=store.usable_slots if store is not None else 0,
             preemptions=scheduler.preempted,
             failed_runs=failed_runs,

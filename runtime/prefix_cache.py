@@ -107,6 +107,13 @@ class PageCache:
             self._links[page] = _Link(*key, self._chains)
         return self._links[self._pages[key]].number
 
+    def forget(self) -> None:
+        """No page is cached any more. Those that nobody holds go back to the pool."""
+        self.pool.free(self._idle)
+        self._idle.clear()
+        self._links.clear()
+        self._pages.clear()
+
     # ------------------------------------------------------------------ the law
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:

@@ -111,10 +111,9 @@ class ReferenceStore:
                 f"none of the {self.usable_slots} slots is empty, {self.outstanding_slots} of them wait for "
                 "their readers; wait for a request to finish, or raise max_batch"
             )
-        number = self._free.pop()
         with self._on_stream():
-            self.valid[number] = True
-        return self._lease(number, request, row)
+            self.valid[self._free[-1]] = True  # may fail: then nothing is leased
+        return self._lease(self._free.pop(), request, row)
 
     def renew(self, lease: Lease, row: int) -> Lease:
         """The same slot for another token of the request, also for a corrected one at the same row. `lease`
@@ -182,10 +181,10 @@ class ReferenceStore:
                     fence.wait()
             if not slot.open_readers and all(fence.done() for fence in slot.fences):
                 done.append(number)
+        self._clear(done, valid=False)  # may fail: then they stay retired
         for number in done:
             self._slots[number] = Slot(incarnation=self._slots[number].incarnation)
             self._retired.remove(number)
-        self._clear(done, valid=False)
         self._free.extend(reversed(done))
         return len(done)
 

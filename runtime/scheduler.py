@@ -45,7 +45,7 @@ class Scheduler:
     """Holds the requests that are not finished.
 
     loops: of the program. settle: called before a request is suspended; reads the tokens that are still on their way,
-    which may end requests, and says whether there were any. fail: ends a request that cannot be moved.
+    which may end requests, and says whether there were any. fail: ends a request for which there is no memory.
     """
 
     def __init__(
@@ -243,18 +243,16 @@ class Scheduler:
             )
 
     def _start(self, request: Request) -> None:
-        if request.saved is None:
-            self.holdings.admit(request)
+        again = request.saved is not None
+        if self._try(self.suspension.resume if again else self.holdings.admit, request):
             request.state = RequestState.RUNNING
-        elif self._move(request, self.suspension.resume):
-            self.resumed += 1
-        if request.state is RequestState.RUNNING:
             self.running[request.id] = request
+            self.resumed += again
 
-    def _move(self, request: Request, how: Callable[[Request], None]) -> bool:
-        """Suspends, offloads or resumes a request; one that cannot be moved (no host memory) ends with the error."""
+    def _try(self, what: Callable[[Request], None], request: Request) -> bool:
+        """Does what needs memory of the host or the device; a request for which that fails ends with the error."""
         try:
-            how(request)
+            what(request)
         except Exception as error:
             self.fail(request, error)
             return False
@@ -288,8 +286,7 @@ class Scheduler:
         """Makes sure of the page that its next row needs; False when it does not run any more, or has no row."""
         while request.state is RequestState.RUNNING and request.has_rows:
             if self.holdings.has_pages(request):
-                self.holdings.grow(request)
-                return True
+                return self._try(self.holdings.grow, request)
             if self._offload_resident(request) or self.settle():
                 continue
             if len(self.running) == 1:
@@ -308,11 +305,11 @@ class Scheduler:
             if other is not request and other.saved is not None and not other.saved.offloaded
         ]
         if resident:
-            self._move(max(resident, key=lambda other: other.order), self.suspension.offload)
+            self._try(self.suspension.offload, max(resident, key=lambda other: other.order))
         return bool(resident)
 
     def _preempt(self, victim: Request, offload: bool) -> None:
         self.preempted += 1
         victim.metrics.preemptions += 1
-        if self._move(victim, self.suspend) and offload:
-            self._move(victim, self.suspension.offload)
+        if self._try(self.suspend, victim) and offload:
+            self._try(self.suspension.offload, victim)

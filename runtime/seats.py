@@ -52,9 +52,8 @@ class SeatTable:
         """A free seat whose line holds `pages`. Raises OutOfSeats when there is none."""
         if not self._free:
             raise OutOfSeats(f"all {self.seats} seats are taken; wait for a request to finish")
-        seat = self._free.pop()
-        self.write(seat, pages)
-        return seat
+        self.write(self._free[-1], pages)  # may fail: then nothing is taken
+        return self._free.pop()
 
     def write(self, seat: int, pages: Sequence[int]) -> None:
         """Replaces the line of `seat`: its pages, then page 0."""

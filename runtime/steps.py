@@ -68,7 +68,10 @@ class StepRunner:
                 lambda work: rounds.run([work], batch),
             )
             return
-        segments = {work.request.id: self.scheduler.segment(work) for work in works}
+        segments = self._segments(works, batch)
+        works = [work for work in works if work.request.id in segments]
+        if not works:
+            return
         try:
             self._guarded(
                 works,
@@ -80,6 +83,17 @@ class StepRunner:
             for work in works:
                 work.request.loop = 0
             raise
+
+    def _segments(self, works: Sequence[Work], batch: Batch) -> dict[str, Segment]:
+        """The rows of each request, by its id; one whose rows cannot begin ends with the error."""
+        segments = {}
+        for work in works:
+            try:
+                segments[work.request.id] = self.scheduler.segment(work)
+            except Exception as error:
+                work.request.ending = True
+                batch.entries.append(Entry(work.request, error=error))
+        return segments
 
     def _guarded(
         self, works: Sequence[Work], batch: Batch, together: Callable[[], None], alone: Callable[[Work], None]

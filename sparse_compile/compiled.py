@@ -56,12 +56,13 @@ class CompiledModel:
         self, model: Any, sparse_config: SparseConfig, program: Program, make_engine: MakeEngine
     ) -> None:
         sparse_config = sparse_config.for_device(model.device.type)
+        state = ModelState(model)
         for name, value in (
             ("model", model),
             ("sparse_config", sparse_config),
             ("program", program),
-            ("_keeper", SessionKeeper(make_engine, sparse_config)),
-            ("_state", ModelState(model)),
+            ("_keeper", SessionKeeper(make_engine, sparse_config, state.weights)),
+            ("_state", state),
         ):
             object.__setattr__(self, name, value)
 
@@ -155,7 +156,7 @@ class CompiledModel:
         check_context(self.model, config)
         if pool_tokens is not None:
             pool_tokens = check_size("pool_tokens", pool_tokens, "pass pool_tokens=None")
-        return self._keeper.make_engine(config.max_batch, config.max_context, pool_tokens)
+        return self._keeper.engine(config.max_batch, config.max_context, pool_tokens)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Call:
         self._state.check()

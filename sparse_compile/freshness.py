@@ -48,6 +48,12 @@ class ModelState:
         self._model = model
         self._parts = dict(_parts(model))
         self._settings = _settings(model)
+        self._places = list(_places(model))
+        tensors = [
+            part for _, _, value in self._places if isinstance(value, torch.Tensor) for part in parts(value)
+        ]
+        self._addresses = [(part, part.data_ptr()) for part in tensors if is_plain(part)]
+        self._counted = [part for part in tensors if not part.is_inference()]
         self._forwards, self._hooks = dict(_forwards(model)), dict(_hooks(model))
         self.traced = (
             *(f"{_words(hooks)} among {name}" for name, hooks in self._hooks.items()),
@@ -67,6 +73,16 @@ class ModelState:
             if settings.get(name) != self._settings.get(name):
                 was, now = self._settings.get(name), settings.get(name)
                 raise StaleModelError(f"config.{name} was {was!r} and is {now!r}")
+
+    def weights(self) -> int:
+        """The part of `check` that is fast enough for every request: whether the model has still the modules and
+        tensors that the program reads. Returns a number that grows when values are written into them, unless through
+        `parameter.data`, by a fused optimizer, or into tensors of inference mode: that leaves no trace.
+        """
+        same = all(table.get(name) is value for table, name, value in self._places)
+        if not same or any(part.data_ptr() != address for part, address in self._addresses):
+            self.check()
+        return sum(part._version for part in self._counted)
 
     def _check_calls(self) -> None:
         for name, now in _forwards(self._model):
@@ -102,6 +118,15 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
                     layout = (tensor.dtype, tensor.device, tuple(tensor.shape))
                     addresses = tuple(part.data_ptr() for part in parts(tensor) if is_plain(part))
                     yield f"{path}.{name}".lstrip("."), (_Same(tensor), *layout, addresses)
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """(table, name, what is there) of every module, parameter and buffer."""
+    for module in model.modules():
+        for table in (module._modules, module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    yield table, name, value
 
 
 # One hook: the function, and whether it is given keyword arguments, and is called after an error too.

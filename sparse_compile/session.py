@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,14 +38,24 @@ class EngineRequest:
 
 
 class Session:
-    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request."""
+    """An engine with the size and speculation it was made for, and a mailbox of outputs for each live request.
+
+    lock: of all sessions of a model, one of which works at a time, whatever threads call.
+    """
 
     def __init__(
-        self, engine: Engine, rows: int, context: int, speculation: SpeculationConfig | None = None
+        self,
+        engine: Engine,
+        rows: int,
+        context: int,
+        speculation: SpeculationConfig | None,
+        lock: threading.RLock,
     ) -> None:
         self.engine, self.rows, self.context, self.speculation = engine, rows, context, speculation
         self._mail: dict[str, deque[StepOutput]] = {}
-        self._lock = threading.RLock()
+        self._lock = lock
+        self._stepping = False
+        self._dropped: list[str] = []  # requests that nobody waits for any more, to be aborted after the step
 
     def run(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[int, StepOutput]]:
         """Yield (row, output) of all requests as they come, until each has finished.
@@ -100,10 +110,20 @@ class Session:
                     return found
                 if not self.engine.has_unfinished():
                     raise RuntimeError(f"the engine is idle, but {len(ids)} requests have not finished")
-                with held_back():  # what has been returned is in its mailbox before anything is interrupted
-                    for output in self.engine.step():
-                        if output.request_id in self._mail:
-                            self._mail[output.request_id].append(output)
+                self._step()
+
+    def _step(self) -> None:
+        with held_back():  # what has been returned is in its mailbox before anything is interrupted
+            self._stepping = True
+            try:
+                outputs = self.engine.step()
+            finally:
+                self._stepping = False
+                while self._dropped:
+                    self.engine.abort(self._dropped.pop())
+            for output in outputs:
+                if output.request_id in self._mail:
+                    self._mail[output.request_id].append(output)
 
     def _take(self, name: str) -> list[StepOutput]:
         mail = self._mail[name]
@@ -112,10 +132,17 @@ class Session:
         return found
 
     def _forget(self, names: Iterable[str], unfinished: set[str]) -> None:
+        """Ends what a call has left. In the middle of a step, where Python may collect a stream that was dropped, at
+        any line of it, that waits for the end of the step.
+        """
         with held_back(), self._lock:
             for name in names:
                 self._mail.pop(name, None)
-                if name in unfinished:
+                if name not in unfinished:
+                    continue
+                if self._stepping:
+                    self._dropped.append(name)
+                else:
                     with _plain_tensors():
                         self.engine.abort(name)
 
@@ -130,10 +157,13 @@ def _plain_tensors() -> Iterator[None]:
 class SessionKeeper:
     """Holds the present session and makes a larger one when a call needs it."""
 
-    def __init__(self, make_engine: MakeEngine, config: SparseConfig) -> None:
-        self.make_engine, self._config = make_engine, config
+    def __init__(
+        self, make_engine: MakeEngine, config: SparseConfig, weights: Callable[[], Hashable] | None = None
+    ) -> None:
+        """weights: as `Engine.weights`, for every engine."""
+        self.make_engine, self._config, self._weights = make_engine, config, weights
         self._session: Session | None = None
-        self._lock = threading.Lock()
+        self._lock, self._work = threading.Lock(), threading.RLock()
 
     @property
     def present(self) -> Session | None:
@@ -155,6 +185,12 @@ class SessionKeeper:
                 f"the call needs {context} tokens (prompt + new), more than this limit",
                 f"compile with max_context={context} or more, or shorten the prompt or max_new_tokens",
             )
+
+    def engine(self, *sizes: int | None, **options: Any) -> Engine:
+        """A new engine that looks after the weights of its model."""
+        made = self.make_engine(*sizes, **options)
+        made.weights = self._weights
+        return made
 
     def session(self, rows: int, context: int, speculation: Speculation = None) -> Session:
         """A session with room for `rows` sequences of `context` tokens (ValueError beyond a fixed limit).
@@ -181,8 +217,8 @@ class SessionKeeper:
         options = {} if asked == self._config.speculation else {"speculation": asked or False}
         for size in larger:
             with contextlib.suppress(ValueError):
-                return Session(self.make_engine(*size, **options), *size, asked)
-        return Session(self.make_engine(*least, **options), *least, asked)
+                return Session(self.engine(*size, **options), *size, asked, self._work)
+        return Session(self.engine(*least, **options), *least, asked, self._work)
 
     def _sizes(self, rows: int, context: int) -> list[tuple[int, int]]:
         """(rows, context) of a new session, best first: with room for earlier calls, then without."""

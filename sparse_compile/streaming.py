@@ -54,8 +54,9 @@ def check_streamer(streamer: Any, rows: int) -> None:
 class IncrementalText:
     """Decodes a growing list of tokens into pieces whose concatenation is the whole text.
 
-    A piece is held back while it ends in an incomplete character. Only the last few tokens are decoded each
-    time; the tokens before them are decoded along, since many tokenizers drop a leading space.
+    A piece is held back while it ends in an incomplete character, for which tokenizers give U+FFFD or nothing at all.
+    Only the last few tokens are decoded each time; the tokens before them are decoded along, since many tokenizers drop
+    a leading space.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -69,7 +70,7 @@ class IncrementalText:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._emitted])
         now = self._decode(self._tokens[self._context :])
-        if not last and now.endswith("\ufffd"):
+        if not last and (now.endswith("\ufffd") or len(now) <= len(before)):
             return ""
         self._context, self._emitted = self._emitted, len(self._tokens)
         return now[len(before) :]

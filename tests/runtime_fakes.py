@@ -9,8 +9,11 @@ from the tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -267,6 +270,40 @@ def make_engine(
         poison(store)
     executor = FakeExecutor(pool, store)
     return Engine(executor, pool, store, EngineOptions(**settings)), executor  # type: ignore[arg-type]
+
+
+PLACES = (
+    "take",
+    "write",
+    "acquire",
+    "allocate",
+    "grow",
+    "renew",
+    "renew_all",
+    "suspend",
+    "offload",
+    "resume",
+)
+
+
+@contextmanager
+def no_room(engine: Engine, where: str, count: int = 1) -> Iterator[None]:
+    """The `count`-th call there of what needs memory raises "no room"."""
+    holdings, calls = engine.scheduler.holdings, itertools.count(1)
+    owners = (holdings.seats, holdings.pages, holdings, engine.scheduler.suspension, engine.store)
+    owner = next(one for one in owners if hasattr(one, where))
+    whole = getattr(owner, where)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == count:
+            raise torch.OutOfMemoryError("no room")
+        return whole(*arguments, **keywords)
+
+    setattr(owner, where, call)
+    try:
+        yield
+    finally:
+        delattr(owner, where)
 
 
 def poison(store: ReferenceStore) -> None:

@@ -22,7 +22,8 @@ room covers a case, it is named here instead of copied:
     A19  test_serve::test_a19_a_python_callback_per_step
     A34  with preemption: test_engine_suspension::test_the_last_one_makes_room_when_pages_run_out
     A16, A17, A18  with CUDA graphs: test_graphs::test_the_key_covers_rows_width_kind_and_depths,
-         ::test_graphs_change_no_bits, ::test_rows_beyond_the_plan_touch_only_the_dummies (all but the first need a GPU)
+         ::test_a17_buckets_that_are_refilled_give_what_their_rows_give; with a GPU ::test_graphs_change_no_bits,
+         ::test_rows_beyond_the_plan_touch_only_the_dummies
 
 and of the torch.compile backend:
 

@@ -14,6 +14,7 @@ from runtime_fakes import (
     generate,
     greedy,
     make_engine,
+    no_room,
     oracle,
     run_all,
     tokens_of,
@@ -95,6 +96,7 @@ def test_prompts_of_every_integer_kind_are_one_prompt(prompt: Any) -> None:
         ({"max_new_tokens": 2, "eos_token_ids": None}, "eos_token_ids=None"),
         ({"max_new_tokens": 2, "prefix_length": 1.0}, "prefix_length=1.0 must be an integer"),
         ({"max_new_tokens": 2, "do_sample": "no"}, "do_sample='no' must be True or False"),
+        ({"max_new_tokens": 2, "want_logits": 1}, "want_logits=1 must be True or False"),
         ({"max_new_tokens": 2, "generator": 5}, "generator=5 must be a torch.Generator"),
         ({"max_new_tokens": 2, "processor": 5}, "processor=5 must be callable"),
         ({"max_new_tokens": 2, "stop": "."}, "stop='.' must be callable"),
@@ -303,6 +305,36 @@ def test_a_fault_that_does_not_come_back_costs_nobody_anything(when: str, loops:
         assert [tokens_of(outputs[name]) for name in ids] == [oracle(prompt, 8, True) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("options", [{}, {"async_steps": True, "loops_per_step": 1, "prefix_caching": True}])
+@pytest.mark.parametrize("where", ["take", "write", "acquire", "allocate", "grow", "renew", "resume"])
+def test_memory_that_runs_out_anywhere_ends_one_request(where: str, options: dict[str, Any]) -> None:
+    """While a request is admitted, gets a page, begins a row or comes back; the first time, the second, ..."""
+    for count in (1, 2, 3, 5, 8):
+        engine, _ = make_engine(pages=9, prefill_chunk=3, **options)
+        ids = [engine.add_request(prompt, greedy(8)) for prompt in PROMPTS]
+        with no_room(engine, where, count):
+            outputs = run_all(engine)
+        failed = [name for name in ids if outputs[name][-1].finish_reason == "error"]
+        assert len(failed) == 1 or (count > 1 and not failed)  # there may be fewer such calls
+        for name, prompt in zip(ids, PROMPTS, strict=True):
+            if name not in failed:
+                assert tokens_of(outputs[name]) == oracle(prompt, 8, True)
+        assert all(str(outputs[name][-1].error) == "no room" for name in failed)
+        assert engine.metrics().pages_free == engine.pool.usable_pages
+
+
+def test_slots_that_cannot_be_cleared_are_not_lost() -> None:
+    engine, _ = make_engine(slots=2)
+    engine.add_request(PROMPTS[0], greedy(1))
+    run_all(engine)
+    assert engine.store is not None
+    name = engine.add_request(PROMPTS[1], greedy(3))
+    with no_room(engine, "_clear"), pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    engine.check_integrity()
+    assert tokens_of(run_all(engine)[name]) == oracle(PROMPTS[1], 3, True)
+
+
 @pytest.mark.parametrize("where", ["choose", "TokenReader"])
 def test_a_fault_while_tokens_are_chosen_ends_those_that_cannot_choose_twice(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -373,6 +405,7 @@ def test_a_callback_fault_ends_only_its_request(where: str) -> None:
     # a failing stop rule has its token already, a failing processor has none
     tokens = oracle(PROMPTS[0], 2, True)
     assert tokens_of(outputs[bad]) == ([*tokens, NO_TOKEN] if where == "processor" else tokens)
+    assert engine.metrics(bad).loops_run == 3 * (5 if where == "processor" else 4)  # the last row has run
 
 
 @pytest.mark.parametrize("params", [greedy(2), greedy(2, do_sample=True), greedy(2, processor=boom)])
@@ -542,6 +575,8 @@ def test_finished_requests_leave_nothing_behind() -> None:
     engine.check_integrity()
     assert engine.pool.held_pages == 0
     assert engine.store is not None
+    look = engine.metrics()
+    assert (look.pages_free, look.slots_free) == (look.pages_total, look.slots_total)
     engine.store.collect()
     assert engine.store.free_slots == engine.store.usable_slots
     assert not engine.store.count.any()

@@ -15,7 +15,7 @@ from cases_common import prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from runtime_fakes import greedy, make_engine, oracle_logits, run_all
+from runtime_fakes import PLACES, greedy, make_engine, no_room, oracle_logits, run_all
 from test_engine_models import compiled
 from test_engine_models import make_engine as make_model_engine
 
@@ -104,6 +104,7 @@ class Watch:
         self.wanted: dict[str, tuple[list[int], str]] = {}
         self.got: dict[str, list[int]] = {}
         self.cursed: set[str] = set()
+        self.tight = False  # memory has run out once
 
     def expect(self, name: str, answer: tuple[list[int], str]) -> None:
         self.wanted[name], self.got[name] = answer, []
@@ -121,7 +122,8 @@ class Watch:
             if not output.finished:
                 assert self.got[name] == tokens[: len(self.got[name])]
                 continue
-            if output.finish_reason == "error" and name in self.cursed and str(output.error) == "curse":
+            mishap = "curse" if name in self.cursed else "no room" if self.tight else None
+            if output.finish_reason == "error" and mishap is not None and str(output.error) == mishap:
                 tokens, reason = tokens[: len(self.got[name])], "error"
             assert (self.got[name], output.finish_reason) == (tokens, reason), output.error
             self.forget(name)
@@ -261,6 +263,15 @@ class Soak(RuleBasedStateMachine):
         self.executor.curse = (self.engine.scheduler.running[name], when, torch.OutOfMemoryError("curse"))
         self.step()
         self.executor.curse = None
+
+    @rule(where=st.sampled_from(PLACES))
+    def step_without_room(self, where: str) -> None:
+        """Memory runs out once, while requests are admitted, grow, begin rows or are moved."""
+        if not self.sparse and where in ("acquire", "renew", "renew_all"):
+            return
+        self.watch.tight = True
+        with no_room(self.engine, where):
+            self.step()
 
     @invariant()
     def law(self) -> None:

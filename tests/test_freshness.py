@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from sparse_compile import StaleModelError, sparse_compile
+from sparse_compile import SamplingParams, StaleModelError, sparse_compile
 from sparse_compile.freshness import ModelState
 from sparse_compile.models import tiny_model
 
@@ -276,3 +276,76 @@ def test_adapters_dropout_and_training_mode_are_compiled() -> None:
     assert torch.equal(compiled.generate(PROMPT, max_new_tokens=12), own)
     assert model.training
     assert model.model.layers[0].self_attn.q_proj.drop.training
+
+
+# ---------------------------------------------------------------------- engines of one's own, cached pages
+
+
+def tokens_of(engine: Any, prompt: list[int]) -> list[int]:
+    engine.add_request(prompt, SamplingParams(6))
+    tokens = []
+    while engine.has_unfinished():
+        tokens += [output.token for output in engine.step()]
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(adapt, "q_proj was replaced"), (replace_head, "was replaced"), (swap_data, "is torch.float64")],
+)
+def test_an_engine_of_a_model_that_was_changed_takes_no_request(
+    change: Callable[[Any], None], words: str
+) -> None:
+    model = tiny_model("ouro")
+    engine = sparse_compile(model, validate=False).serve(2, 32)
+    tokens_of(engine, [5, 77])
+    change(model)
+    with pytest.raises(StaleModelError, match=words):
+        engine.add_request([5, 77], SamplingParams(6))
+    assert not engine.has_unfinished()
+
+
+def write_weights(model: Any) -> None:
+    model.load_state_dict(tiny_model("ouro", seed=7, dtype=model.dtype).state_dict())
+
+
+def take_a_step(model: Any) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.SGD(model.parameters(), lr=0.02).step()
+
+
+@pytest.mark.parametrize("change", [write_weights, take_a_step])
+def test_cached_pages_do_not_outlive_the_weights_that_they_were_computed_with(
+    change: Callable[[Any], None],
+) -> None:
+    model, prompt = tiny_model("ouro", dtype=torch.float64), list(range(5, 25))
+    options = {"key_retention": 0.3, "validate": False, "page_size": 4, "progress": False}
+    cached = sparse_compile(model, prefix_caching=True, **options)
+    engine = cached.serve(1, 32)
+
+    def both() -> list[list[int]]:
+        out = cached.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        return [out[0, len(prompt) :].tolist(), tokens_of(engine, prompt)]
+
+    before = both()
+    assert both() == before
+    assert engine.metrics().cached_tokens == 16
+    change(model)
+    wanted = tokens_of(sparse_compile(model, **options).serve(1, 32), prompt)
+    assert wanted not in before
+    assert both() == [wanted, wanted]
+    assert engine.metrics().cached_tokens == 16
+    with torch.no_grad():
+        model.lm_head.weight.data.neg_()  # leaves no trace; its rows are not in the pages
+    assert both() == both()
+    assert engine.metrics().cached_tokens == 48
+    engine.forget_prefixes()
+    tokens_of(engine, prompt)
+    assert engine.metrics().cached_tokens == 48
+
+
+def test_weights_are_looked_at_quickly() -> None:
+    state = ModelState(tiny_model("ouro"))
+    seconds = min(timeit.repeat(state.weights, number=20, repeat=5)) / 20
+    assert seconds < min(timeit.repeat(state.check, number=20, repeat=5)) / 20 / 3

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from front_fakes import compiled_llama, left_padded, tiny_llama
+from hypothesis import example, given
+from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from sparse_compile.models import tiny_tokenizer
+from sparse_compile.models.tokenizer import FIRST_BYTE_ID
 from sparse_compile.outputs import GenerateOutput
+from sparse_compile.streaming import IncrementalText
 
 BATCH = left_padded([3, 7, 12, 5])
 SOLO = left_padded([6])
@@ -267,6 +273,19 @@ def test_stream_gives_the_same_tokens_and_text(model: Any) -> None:
     assert "".join(item.text or "" for item in solo) == whole
 
 
+@given(st.lists(st.one_of(st.text(max_size=3), st.binary(max_size=2)), max_size=6))
+@example(["d\u20acf\U0001f642", b"\xe2", "h", b"\xf0\x9f"])
+def test_pieces_of_text_are_the_whole_text(parts: list[str | bytes]) -> None:
+    """Characters of several tokens, and bytes that are none: some tokenizers say U+FFFD to them, some say nothing."""
+    data = b"".join(part.encode() if isinstance(part, str) else part for part in parts)
+    replaces = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode(errors="replace"))
+    for tokenizer, first in ((tiny_tokenizer(), FIRST_BYTE_ID), (replaces, 0)):
+        tokens = [byte + first for byte in data]
+        text = IncrementalText(tokenizer)
+        pieces = [text.push(token, at == len(tokens)) for at, token in enumerate(tokens, start=1)]
+        assert "".join(pieces) == (tokenizer.decode(tokens, skip_special_tokens=True) if tokens else "")
+
+
 def test_stream_checks_at_once_and_takes_no_streamer(model: Any) -> None:
     compiled, _ = compiled_llama(model)
     with pytest.raises(ValueError, match="num_beams"):
@@ -336,6 +355,28 @@ def test_engine_grows_on_demand(model: Any) -> None:
     assert sizes[0] == (4, 16)
     assert len(sizes) <= 3
     assert all(context % 16 == 0 for _, context in sizes)
+
+
+def test_calls_of_several_threads_work_in_turn(model: Any) -> None:
+    """Also where a call needs a larger engine than the one that works: they share the model and its device."""
+    compiled, engines = compiled_llama(model)
+    answers: dict[str, torch.Tensor] = {}
+    thread = threading.Thread(
+        target=lambda: answers.update(large=compiled.generate(**BATCH, max_new_tokens=3, progress=False))
+    )
+
+    def slow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not answers and not thread.is_alive():
+            thread.start()
+            thread.join(0.3)  # it must not get to a step
+            assert len(engines) < 2 or engines[1]._steps == 0
+        return scores
+
+    answers["small"] = compiled.generate(**SOLO, max_new_tokens=3, logits_processor=[slow], progress=False)
+    thread.join()
+    assert [engine.rows for engine in engines] == [1, 4]
+    assert torch.equal(answers["large"], compiled.generate(**BATCH, max_new_tokens=3))
+    assert torch.equal(answers["small"], compiled.generate(**SOLO, max_new_tokens=3))
 
 
 def test_growth_falls_back_to_what_the_call_needs(model: Any) -> None:

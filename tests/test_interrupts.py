@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from runtime_fakes import PROMPTS, greedy, make_engine, run_all
 
+from sparse_compile.runtime import metrics
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.interrupts import held_back
 from sparse_compile.runtime.request import StepOutput
@@ -129,22 +131,74 @@ def test_other_handlings_of_the_signal_are_left_alone(handler: signal.Handlers) 
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_step_beside_a_step_of_another_thread_is_refused() -> None:
+@main_thread
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_interrupt_goes_through_at_once_however_deep() -> None:
+    """`generate` holds it back around the step of an engine, which does so too."""
+    came = 0
+    with contextlib.suppress(KeyboardInterrupt), held_back(), held_back():
+        signal.raise_signal(signal.SIGINT)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            came += 1
+    assert came == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("call", ["step", "add_request", "abort", "suspend", "forget_prefixes"])
+def test_a_call_beside_a_step_of_another_thread_is_refused(call: str) -> None:
     engine, _ = make_engine()
+    arguments = {"add_request": ([5], greedy(1)), "abort": ("a",), "suspend": ("a",)}.get(call, ())
     refused: list[BaseException] = []
 
-    def step() -> None:
+    def beside() -> None:
         try:
-            engine.step()
+            getattr(engine, call)(*arguments)
         except RuntimeError as error:
             refused.append(error)
 
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=step)
+        thread = threading.Thread(target=beside)
         thread.start()
         thread.join()
         return scores
 
-    engine.add_request([5, 6], greedy(1, processor=processor))
+    engine.add_request([5, 6], greedy(1, processor=processor), "a")
+    assert [output.finish_reason for output in run_all(engine)["a"]] == ["length"]
+    assert str(refused[0]).startswith(
+        f"{call}: another thread is in the middle of a step of this engine, or of another call to it; "
+    )
+    assert engine.metrics().requests_finished == 1
+
+
+def test_metrics_may_be_read_by_any_thread_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Prometheus does. Requests come and go meanwhile, and no sum ever goes back."""
+    engine, _ = make_engine()
+    seen: list[int] = []
+    threads: list[threading.Thread] = []
+    file = engine._ledger.file
+
+    def beside(name: str, of: Any) -> None:
+        """While a request is among the unfinished ones no more, and not yet among the finished ones."""
+        threads.append(threading.Thread(target=lambda: seen.append(engine.metrics().tokens_generated)))
+        threads[-1].start()
+        threads[-1].join(0.1)
+        file(name, of)
+
+    engine.add_request(PROMPTS[0], greedy(3))
+    engine._ledger.file = beside  # type: ignore[method-assign]
     run_all(engine)
-    assert "another thread is in the middle of a step of this engine" in str(refused[0])
+    for thread in threads:
+        thread.join()
+    assert seen == [3]
+    add = metrics._add
+
+    def add_and_let_one_come(*arguments: Any) -> None:
+        monkeypatch.setattr(metrics, "_add", add)
+        add(*arguments)
+        engine.add_request(PROMPTS[1], greedy(3))
+
+    engine.add_request(PROMPTS[0], greedy(3))
+    monkeypatch.setattr(metrics, "_add", add_and_let_one_come)
+    assert engine.metrics().requests_waiting in (1, 2)

@@ -50,6 +50,28 @@ def test_running_requests_share_pages() -> None:
     del outputs
 
 
+def test_forgotten_pages_are_computed_anew() -> None:
+    """Also those of a request that is in the middle of its prompt: it has begun with other weights."""
+    engine, executor = make_engine(prefix_caching=True, prefill_chunk=5)
+    first = engine.add_request(LONG, greedy(4))
+    tokens = tokens_of(run_all(engine)[first])
+    engine.add_request([*LONG[:8], 1, 1, 1, 1], greedy(4), "unfinished")
+    engine.add_request([2, *LONG], greedy(4), "begun")
+    engine.step()
+    engine.forget_prefixes()
+    engine.check_integrity()
+    run_all(engine)
+    assert engine.metrics().pages_free == engine.metrics().pages_total
+    for prompt in (LONG, [2, *LONG]):
+        executor.plans.clear()
+        again = engine.add_request(prompt, greedy(4))
+        assert tokens_of(run_all(engine)[again]) == oracle(prompt, 4, True)
+        assert engine.metrics(again).cached_tokens == 0
+    again = engine.add_request(LONG, greedy(4))
+    assert tokens_of(run_all(engine)[again]) == tokens
+    assert engine.metrics(again).cached_tokens == 8
+
+
 def test_pages_with_generated_tokens_are_not_cached() -> None:
     engine, executor = make_engine(prefix_caching=True, prefill_chunk=16)
     name = engine.add_request(LONG, greedy(6))

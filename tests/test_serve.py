@@ -172,6 +172,27 @@ def test_seeds_and_logprobs_do_not_depend_on_how_it_runs(model: torch.nn.Module)
         assert out.logprobs[0] == pytest.approx([float(value) for value in chosen], abs=1e-9)
 
 
+def test_a_stream_may_be_dropped_in_the_middle_of_a_step(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python collects cycles at any line, also while the scheduler goes through the requests that run."""
+    asked, (row, other) = compiled(model, max_batch=3, max_context=32), prompts(5, 4)
+    stream = asked.stream(torch.tensor(other), max_new_tokens=8)
+    wanted = [item.token_id for item in asked.stream(torch.tensor(row), max_new_tokens=8)]
+    next(stream)
+    may_grow = asked.engine.scheduler.holdings.may_grow
+
+    def drop(request: Any) -> bool:
+        stream.close()
+        return may_grow(request)
+
+    monkeypatch.setattr(asked.engine.scheduler.holdings, "may_grow", drop)
+    assert new_tokens(asked, [row, row], 8) == [wanted, wanted]
+    asked.engine.check_integrity()
+    assert asked.engine.pool.held_pages == 0
+    assert not asked.engine.scheduler.requests
+
+
 # ---------------------------------------------------------------------- cases from the field
 
 
