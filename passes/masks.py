@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .nodes import argument, fake, fake_maybe, is_number, operation
+from .nodes import argument, fake, fake_maybe, is_number, is_plain_sum, operation
 from .values import Values
 
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
@@ -93,19 +93,17 @@ def read_mask(*masks: Any) -> Mask | str:
     return Mask(tuple(dict.fromkeys(terms)))
 
 
-def hides(value: Any) -> bool:
-    """Whether a fill value hides a key."""
-    if isinstance(value, fx.Node):
-        return _constant(value)
-    return is_number(value) and bool(value <= HIDDEN)
+def hides(value: Any, factor: float = 1.0) -> bool:
+    """Whether a fill value that is multiplied with `factor` afterwards hides a key."""
+    filled = _constant(value) if isinstance(value, fx.Node) else value
+    return is_number(filled) and bool(filled * factor <= HIDDEN)
 
 
-def _constant(node: fx.Node) -> bool:
-    """`torch.tensor(-inf)` and `torch.full([], ...)` as models write them."""
-    given: Any = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
-    return (
-        operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and bool(given <= HIDDEN)
-    )
+def _constant(node: fx.Node) -> Any:
+    """The number in `torch.tensor(-inf)` and `torch.full([], ...)` as models write them; None for other nodes."""
+    if operation(node) not in ("tensor", "full", "scalar_tensor"):
+        return None
+    return next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
 
 
 def _per_head(node: fx.Node) -> bool:
@@ -119,17 +117,17 @@ def _terms(node: fx.Node) -> Iterator[Term]:
     if value.dtype == torch.bool:
         yield Term("visible", node)
         return
-    if name in ("contiguous", "clone") and isinstance(node.args[0], fx.Node):
-        yield from _terms(node.args[0])
+    first, second, hidden = argument(node, 0, "input"), argument(node, 1, "other"), argument(node, 1, "mask")
+    if name in ("contiguous", "clone") and isinstance(first, fx.Node):
+        yield from _terms(first)
         return
-    first, second = argument(node, 0, "input"), argument(node, 1, "other")
     if name == "where" and len(node.args) == 3 and isinstance(first, fx.Node) and hides(node.args[2]):
         yield Term("visible", first)
         yield from _rest(second)
-    elif name == "masked_fill" and isinstance(second, fx.Node) and hides(argument(node, 2, "value")):
-        yield Term("hidden", second)
+    elif name == "masked_fill" and isinstance(hidden, fx.Node) and hides(argument(node, 2, "value")):
+        yield Term("hidden", hidden)
         yield from _rest(first)
-    elif name == "add" and fake_maybe(first) is not None and fake_maybe(second) is not None:
+    elif name == "add" and is_plain_sum(node) and all(fake_maybe(x) is not None for x in (first, second)):
         yield from _terms(first)
         yield from _terms(second)
     else:

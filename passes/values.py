@@ -35,7 +35,7 @@ class Values:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes: dict[fx.Node, list[int]] = defaultdict(list)
         for node in graph.nodes:
-            for target in _written(node):
+            for target in written(node):
                 for source in sources(target):
                     self.writes[source].append(self.place[node])
 
@@ -69,7 +69,7 @@ class Values:
         return operation(value), str(value.target), inputs, named, version
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written(node: fx.Node) -> list[fx.Node]:
     """What a node may write to: its first argument, or any input of an operator whose schema mutates."""
     if _mutates(node):
         return node.all_input_nodes

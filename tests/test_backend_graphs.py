@@ -117,6 +117,27 @@ def test_a_soft_cap_is_read() -> None:
     assert {site.softcap for site in report.sites} == {5.0}
 
 
+def test_arguments_by_name_are_read_as_those_by_place() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        keys, values = (torch.repeat_interleave(input=x, repeats=2, dim=1) for x in (k, v))
+        scores = torch.matmul(input=q, other=torch.transpose(input=keys, dim0=2, dim1=3)) * SCALE
+        weights = torch.softmax(input=scores.masked_fill(mask=~mask, value=float("-inf")), dim=-1)
+        return torch.matmul(input=weights, other=values)
+
+    inputs = example()
+    torch.testing.assert_close(compile_form(form, key_retention=0.3)(*inputs), by_hand(*inputs, "0.3"))
+
+
+def test_a_mask_that_is_a_sum_with_a_factor() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        slope = torch.arange(24, dtype=q.dtype)[None, None, None] / 10
+        low = torch.add(torch.where(mask, 0.0, -torch.inf).double(), slope, alpha=3)
+        return attention(q, k, v, low)
+
+    inputs = example()
+    torch.testing.assert_close(compile_form(form, key_retention=1)(*inputs), Looped(form)(*inputs))
+
+
 def test_flex_attention_with_a_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -197,6 +218,36 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return weights @ repeat_kv(v, 2)
 
 
+def masked_before_the_cap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = (q @ repeat_kv(k, 2).mT).masked_fill(~mask, float("-inf"))
+    return (torch.tanh(scores / 5.0) * 5.0).softmax(-1) @ repeat_kv(v, 2)
+
+
+def masked_before_a_factor(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ repeat_kv(k, 2).mT).masked_fill(~mask, -1e4) * -1.0).softmax(-1) @ repeat_kv(v, 2)
+
+
+def mask_taken_thrice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.add(q @ repeat_kv(k, 2).mT, torch.where(mask, 0.5, -1.0).double(), alpha=3)
+    return scores.softmax(-1) @ repeat_kv(v, 2)
+
+
+def weighed(form: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    """Attention whose weights meet the values in a form of its own."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, repeat_kv(k, 2)).masked_fill(~mask, float("-inf"))
+        return form(scores, repeat_kv(v, 2))
+
+    return run
+
+
+def in_three_dimensions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys, values = (repeat_kv(x, 2).flatten(0, 1) for x in (k, v))
+    scores = torch.bmm(q.flatten(0, 1), keys.mT).view(3, 4, 1, 24).masked_fill(~mask, float("-inf"))
+    return torch.bmm(scores.softmax(-1).view(12, 1, 24), values).view(3, 4, 1, 16)
+
+
 LEFT: dict[str, tuple[Form, str]] = {
     "random": (lambda q, k, v, m: attention(q, k, v, m, dropout_p=0.5), "dropout_p=0.5 makes it random"),
     "causal": (lambda q, k, v, m: attention(q, k, v, None, is_causal=True), "sees the first key alone"),
@@ -209,6 +260,19 @@ LEFT: dict[str, tuple[Form, str]] = {
     "no past": (lambda q, k, v, m: attention(q, k[:, :, :1], v[:, :, :1], None), "there is no past"),
     "flash": (lambda q, k, v, m: flash(q, k, v), "flash_attn_varlen.* no form of attention that is known"),
     "scaled mask": (scaled_mask, "scores go through"),
+    "masked before the cap": (masked_before_the_cap, "scores go through masked_fill"),
+    "masked before a factor": (masked_before_a_factor, "scores go through masked_fill"),
+    "mask taken thrice": (mask_taken_thrice, "scores go through add"),
+    "einsum": (
+        weighed(lambda s, v: torch.einsum("bhqk,bhkd->bhqd", s.softmax(-1), v)),
+        "not multiplied with values in a way that is known",
+    ),
+    "made to sum to one again": (
+        weighed(lambda s, v: F.normalize(s.softmax(-1), p=1, dim=-1) @ v),
+        "not multiplied with values in a way that is known",
+    ),
+    "exp": (weighed(lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v), "written out with exp"),
+    "three dimensions": (in_three_dimensions, "not multiplied with values in a way that is known"),
     "widths": (lambda q, k, v, m: attention(q, k, v[..., :8], m).repeat(1, 1, 1, 2), "differ in size"),
 }
 
@@ -486,9 +550,17 @@ def test_dumps_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"mode": "reduce-overhead", "inductor": False}, "leave one of them out"),
         ({"inductor": 3}, "inductor=3"),
         ({"inductor": {"max_autotun": True}}, "no option of this Inductor; did you mean max_autotune"),
+        (
+            {"inductor": {"max_autotune": "yes"}},
+            "gives 'max_autotune' a str; pass for example 'max_autotune': ",
+        ),
+        ({"max_autotune": True}, r"one of Inductor: pass options=\{'inductor': \{'max_autotune': True\}\}"),
+        ({"mode": ["max-autotune"]}, "must be one of default"),
+        ({3: 4}, "3=4: unknown option"),
+        ("key_retention=0.1", "options='key_retention=0.1': must be a dict"),
     ],
 )
-def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backend.BackendOptions.of(options)
 
