@@ -4,7 +4,7 @@
     o = softmax(q @ k.transpose(2, 3) * s + m) @ v                      "eager"
     o = flex_attention(q, k, v, score_mod, block_mask, s, ...)          "flex"
 
-Finding changes nothing. Which calls are rewritten is for `cached_sites` to say.
+Finding changes nothing. Which calls are rewritten is for `cached` to say.
 """
 
 from __future__ import annotations
@@ -123,15 +123,18 @@ def read_call(
     key, value = unrepeated(key), unrepeated(value)
     q, k, v = fake(query), fake(key), fake(value)
     if k.shape != v.shape or q.shape[3] != k.shape[3]:
-        return Unmatched(
-            node, f"queries, keys and values differ in size: {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
-        )
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        return Unmatched(node, f"queries, keys and values do not fit together in size: {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         return Unmatched(
             node, f"{q.shape[1]} query heads on {k.shape[1]} KV heads in batches of {k.shape[0]}"
         )
     if not q.dtype == k.dtype == v.dtype:
         return Unmatched(node, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}")
+    if fake(node).dtype != q.dtype:
+        return Unmatched(
+            node, f"autocast computes it in {fake(node).dtype}; give the model that dtype instead"
+        )
     read = read_mask(*masks)
     if isinstance(read, str):
         return Unmatched(node, read)

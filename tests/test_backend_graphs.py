@@ -273,7 +273,10 @@ LEFT: dict[str, tuple[Form, str]] = {
     ),
     "exp": (weighed(lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v), "written out with exp"),
     "three dimensions": (in_three_dimensions, "not multiplied with values in a way that is known"),
-    "widths": (lambda q, k, v, m: attention(q, k, v[..., :8], m).repeat(1, 1, 1, 2), "differ in size"),
+    "widths": (
+        lambda q, k, v, m: attention(q, k, v[..., :8], m).repeat(1, 1, 1, 2),
+        r"size: \[3, 4, 1, 16\], \[3, 2, 24, 16\], \[3, 2, 24, 8\]",
+    ),
 }
 
 
@@ -286,6 +289,13 @@ def test_what_is_left_alone_says_why(name: str) -> None:
         assert backend.last_report("other") is not None
         return
     assert re.search(reason, reason_of(form))
+
+
+def test_autocast_is_not_undone() -> None:
+    q, ks, vs, mask = example()
+    given = (q.float(), [k.float() for k in ks], [v.float() for v in vs], mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast computes it in torch.bfloat16" in reason_of(sdpa, given)
 
 
 def test_weights_that_are_returned_are_not_rewritten_away() -> None:
