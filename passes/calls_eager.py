@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .calls import Found, Unmatched, read_call
 from .masks import Term, hides
-from .nodes import argument, fake_maybe, is_plain_sum, operation, scalar_operand, sources, untransposed
+from .nodes import argument, fake, fake_maybe, is_plain_sum, operation, scalar_operand, sources, untransposed
+from .values import Values
 
 
-def read_softmax(node: fx.Node) -> Found | None:
+def read_softmax(node: fx.Node, values: Values) -> Found | None:
     """The call around a softmax, or None for a softmax over other things than keys of a cache."""
     if operation(node) != "softmax":
         return _softmax_written_out(node)
@@ -37,6 +39,7 @@ def read_softmax(node: fx.Node) -> Found | None:
     assert before.key is not None
     covered = (product, *behind, node, *before.covered)
     return read_call(
+        values,
         product,
         "eager",
         before.query,
@@ -175,6 +178,8 @@ class _Scores:
             and isinstance(second, fx.Node)
         ):
             scores, mask = (first, second) if _leads_to_product(first) else (second, first)
+            if fake_maybe(mask) is not None and fake(mask).dtype == torch.bool:
+                return None  # it adds one to the score of a key, and hides none
             self.masks.append(mask)
             return scores if _leads_to_product(scores) else None
         return None

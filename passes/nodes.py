@@ -260,6 +260,25 @@ _UPDATES = {
 _MAKERS = {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"}
 
 
+_WRITES = {
+    operator.setitem,
+    operator.iadd,
+    operator.imul,
+    operator.isub,
+    operator.itruediv,
+    operator.iand,
+    operator.ior,
+}
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return node.op == "call_function" and (node.target in _WRITES or str(node.target).endswith("_"))
+
+
 def is_layout(node: fx.Node) -> bool:
     """Whether a value shares the memory of its first argument, or may."""
     return operation(node) in _LAYOUT
@@ -273,7 +292,7 @@ def sources(node: fx.Node) -> Iterator[fx.Node]:
         for part in parts if isinstance(parts, tuple | list) else ():
             if isinstance(part, fx.Node):
                 yield from sources(part)
-    elif name in _LAYOUT | _UPDATES and isinstance(_source(node), fx.Node):
+    elif (name in _LAYOUT | _UPDATES or writes(node)) and isinstance(_source(node), fx.Node):
         yield from sources(_source(node))
     else:
         yield node

@@ -138,6 +138,49 @@ def test_a_mask_that_is_a_sum_with_a_factor() -> None:
     torch.testing.assert_close(compile_form(form, key_retention=1)(*inputs), Looped(form)(*inputs))
 
 
+def padded_in_place(mask: Tensor) -> Tensor:
+    """An additive mask as transformers made it for years: causal first, then padding written into a copy."""
+    low = torch.finfo(torch.float64).min
+    made = torch.full((1, 24), low, dtype=torch.float64)
+    made *= torch.arange(24) > torch.tensor([[19]])
+    made = made[None, None].expand(3, 1, -1, -1).clone()
+    padding = made[:, :, :, :20] + mask[:, :, :, :20].double() == 0
+    made[:, :, :, :20] = made[:, :, :, :20].masked_fill(padding, low)
+    return made
+
+
+def changed_summand(mask: Tensor) -> Tensor:
+    one, other = torch.where(mask, 0.0, -torch.inf).double(), torch.zeros(24, dtype=torch.float64)
+    made = one + other
+    one.zero_()
+    return made
+
+
+def written_zeros(mask: Tensor) -> Tensor:
+    zeros = torch.zeros(3, 1, 1, 24, dtype=torch.float64)
+    zeros[..., 12] = -torch.inf
+    return torch.where(mask, zeros, -torch.inf)
+
+
+def filled_view(mask: Tensor) -> Tensor:
+    made = torch.zeros(3, 1, 1, 24, dtype=torch.float64).masked_fill(~mask, -1e9)
+    made[..., 12].fill_(-1e9)
+    return made
+
+
+@pytest.mark.parametrize("make", [padded_in_place, changed_summand, written_zeros, filled_view])
+def test_what_is_written_into_a_mask_counts(make: Callable[[Tensor], Tensor]) -> None:
+    class Masked(Looped):
+        def forward(self, q: Tensor, ks: list[Tensor], vs: list[Tensor], mask: Tensor) -> Tensor:
+            return super().forward(q, ks, vs, make(mask))
+
+    q, ks, vs, mask = example()
+    settings = {"inductor": False, "key_retention": "0.3"}
+    got = torch.compile(Masked(sdpa), backend="sparse_compile", options=settings)(q, ks, vs, mask)
+    torch.testing.assert_close(got, by_hand(q, ks, vs, make(mask) > -9000, "0.3"))
+    assert counts()["consume"] == 2
+
+
 def test_flex_attention_with_a_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -232,6 +275,19 @@ def mask_taken_thrice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return scores.softmax(-1) @ repeat_kv(v, 2)
 
 
+def query_changed_meanwhile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    query = q.clone()
+    weights = (query @ repeat_kv(k, 2).mT).masked_fill(~mask, float("-inf")).softmax(-1)
+    query.zero_()
+    return weights @ repeat_kv(v, 2)
+
+
+def written_copy_of_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys = repeat_kv(k, 2)
+    keys[:, 0] = 0.0
+    return F.scaled_dot_product_attention(q, keys, repeat_kv(v, 2), attn_mask=mask)
+
+
 def weighed(form: Callable[[Tensor, Tensor], Tensor]) -> Form:
     """Attention whose weights meet the values in a form of its own."""
 
@@ -262,6 +318,12 @@ LEFT: dict[str, tuple[Form, str]] = {
     "scaled mask": (scaled_mask, "scores go through"),
     "masked before the cap": (masked_before_the_cap, "scores go through masked_fill"),
     "masked before a factor": (masked_before_a_factor, "scores go through masked_fill"),
+    "query changed meanwhile": (query_changed_meanwhile, "query, which it reads, is written to before"),
+    "written copy of keys": (written_copy_of_keys, "keys, which it reads, is written to before"),
+    "bool added": (
+        lambda q, k, v, m: (q @ repeat_kv(k, 2).mT + m).softmax(-1) @ repeat_kv(v, 2),
+        "scores go through add",
+    ),
     "mask taken thrice": (mask_taken_thrice, "scores go through add"),
     "einsum": (
         weighed(lambda s, v: torch.einsum("bhqk,bhkd->bhqd", s.softmax(-1), v)),
