@@ -148,6 +148,28 @@ class SharedCore(OneForward):
         return self.core(self.q[number](q), k, v, mask)
 
 
+@torch.library.custom_op("sparse_compile_tests::packed_product", mutates_args=())
+def packed_product(x: Tensor, packed: Tensor) -> Tensor:
+    return x @ packed.to(x.dtype)
+
+
+@packed_product.register_fake
+def _(x: Tensor, packed: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[1])
+
+
+class Packed(OneForward):
+    """Weights are buffers of whole numbers, which an operator of its own reads."""
+
+    def __init__(self, layers: int, loops: int) -> None:
+        super().__init__(layers, loops)
+        for number in range(layers):
+            self.register_buffer(f"packed_{number}", torch.randint(-2, 3, (16, 16), dtype=torch.int8))
+
+    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return sdpa(packed_product(q * 1.0, getattr(self, f"packed_{number}")), k, v, mask)
+
+
 class Difference(OneForward):
     """Two calls of each layer, with queries of one weight, whose results are subtracted."""
 
@@ -168,7 +190,7 @@ def kinds_of(model: Any, loops: int, **options: Any) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [OneForward, SharedCore])
+@pytest.mark.parametrize("kind", [OneForward, SharedCore, Packed])
 def test_layers_that_one_module_attends_for_are_no_loops(kind: type[OneForward]) -> None:
     """Their queries come from different weights: keys that one layer chose mean nothing to the next."""
     flat = kinds_of(kind(4, 1), 4, on_unmatched="ignore")
