@@ -7,15 +7,16 @@ over a cache change, and the linear layers of a graph that has such calls. A gra
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
 from ..kernels.skinny import MAX_ROWS
 from .base import Compilation, Options, Pass, PassManager
 from .cached_grammar import check_cached
+from .cached_layers import layers_of
 from .cached_rewrite import RewriteCalls
 from .cached_schedule import ScheduleCalls
 from .calls import AttentionCall, Unmatched, find_calls
@@ -24,6 +25,7 @@ from .nodes import cache_inputs, fake, fake_maybe, operation, size_hint_maybe
 from .program import PassRecord
 from .sites import number_calls, unscheduled_site
 from .skinny import Replaced, operands, replace_linears, why_not
+from .values import Values
 
 WindowOf = Callable[[AttentionCall], int]
 _ROOT = re.compile(r"^[LG](?:\[[^\]]*\])+(?:\.args\[\d+\])?\.?")
@@ -72,19 +74,21 @@ def module_of(node: fx.Node) -> str:
     return _place_of(node)[1]
 
 
-def _layer_names(nodes: list[fx.Node]) -> list[str]:
-    """The path of each call's module, with its root where a graph has several. A module that is reached by several
-    paths, as one block in all places of a list is, has the first of them.
+def _layer_names(calls: tuple[AttentionCall, ...], layers: list[int]) -> list[str]:
+    """A name for the layer of each call: the path of the module in its first call, with its root where a graph has
+    several. Layers of one module are numbered.
     """
-    places = [_place_of(node) for node in nodes]
+    places = [_place_of(call.node) for call in calls]
     several = len({root for root, _ in places}) > 1
-    first: dict[Any, str] = {}
-    names = []
-    for node, (root, path) in zip(nodes, places, strict=True):
-        stack = list(node.meta.get("nn_module_stack") or {})
-        module = stack[-1].split("@")[0] if stack else ""  # what follows "@" counts the calls
-        names.append(first.setdefault(module, root + path if several else path))
-    return names
+    names: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+    for layer, (root, path) in zip(layers, places, strict=True):
+        if layer in names:
+            continue
+        name = (root + path if several else path) or root.removesuffix(".") or "function"
+        names[layer] = f"{name}#{taken[name]}" if taken[name] else name
+        taken[name] += 1
+    return [names[layer] for layer in layers]
 
 
 class FindCalls(Pass):
@@ -123,13 +127,14 @@ def _reason_to_leave(call: AttentionCall, compilation: CachedCompilation) -> str
 
 
 class LabelCalls(Pass):
-    """Fills `sites`, one per call: module path, how often it was called before, and its sizes."""
+    """Fills `sites`, one per call: its layer, how often that was called before, and its sizes."""
 
     name = "label_calls"
 
     def run(self, compilation: Compilation) -> dict[str, int]:
         assert isinstance(compilation, CachedCompilation)
-        paths = _layer_names([call.node for call in compilation.calls])
+        layers = layers_of(compilation.calls, Values(compilation.graph.graph))
+        paths = _layer_names(compilation.calls, layers)
         sites = []
         for plane, (call, (path, loop, loops)) in enumerate(
             zip(compilation.calls, number_calls(paths), strict=True)

@@ -4,7 +4,7 @@
     o = softmax(q @ k.transpose(2, 3) * s + m) @ v                      "eager"
     o = flex_attention(q, k, v, score_mod, block_mask, s, ...)          "flex"
 
-Finding changes nothing. Which calls are rewritten is for `cached_sites` to say.
+Finding changes nothing. Which calls are rewritten is for `cached` to say.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from .masks import Mask, read_mask
+from .masks import Mask, is_zeros, read_mask
 from .nodes import argument, cache_inputs, fake, fake_maybe, made_here, number_maybe, operation, unrepeated
+from .values import Values
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Unmatched:
 
 
 Found = AttentionCall | Unmatched
-Reader = Callable[[fx.Node], Found | None]
+Reader = Callable[[fx.Node, Values], Found | None]
 
 
 def find_calls(graph: fx.Graph) -> Iterator[Found]:
@@ -78,15 +79,16 @@ def find_calls(graph: fx.Graph) -> Iterator[Found]:
     from .calls_flex import read_flex
 
     readers: tuple[Reader, ...] = (read_sdpa, read_flex, read_softmax, read_stranger)
+    values = Values(graph)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        found = next((result for reader in readers if (result := reader(node)) is not None), None)
+        found = next((result for reader in readers if (result := reader(node, values)) is not None), None)
         if found is not None:
             yield found
 
 
-def read_sdpa(node: fx.Node) -> Found | None:
+def read_sdpa(node: fx.Node, values: Values) -> Found | None:
     if operation(node) != "sdpa":
         return None
     query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
@@ -96,12 +98,12 @@ def read_sdpa(node: fx.Node) -> Found | None:
         return Unmatched(node, f"dropout_p={dropout} makes it random")
     if scale is not None and (scale := number_maybe(scale)) is None:
         return Unmatched(node, "its scale is computed in the graph")
-    return read_call(
-        node, "sdpa", query, key, value, (argument(node, 3, "attn_mask"),), bool(causal), scale, 0.0, (node,)
-    )
+    masks = (argument(node, 3, "attn_mask"),)
+    return read_call(values, node, "sdpa", query, key, value, masks, bool(causal), scale, 0.0, (node,))
 
 
 def read_call(
+    values: Values,
     node: fx.Node,
     form: str,
     query: fx.Node,
@@ -123,16 +125,19 @@ def read_call(
     key, value = unrepeated(key), unrepeated(value)
     q, k, v = fake(query), fake(key), fake(value)
     if k.shape != v.shape or q.shape[3] != k.shape[3]:
-        return Unmatched(
-            node, f"queries, keys and values differ in size: {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
-        )
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        return Unmatched(node, f"queries, keys and values do not fit together in size: {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         return Unmatched(
             node, f"{q.shape[1]} query heads on {k.shape[1]} KV heads in batches of {k.shape[0]}"
         )
     if not q.dtype == k.dtype == v.dtype:
         return Unmatched(node, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}")
-    read = read_mask(*masks)
+    if fake(node).dtype != q.dtype:
+        return Unmatched(
+            node, f"autocast computes it in {fake(node).dtype}; give the model that dtype instead"
+        )
+    read = read_mask(values, node, *masks)
     if isinstance(read, str):
         return Unmatched(node, read)
     if causal and _is_one(q.shape[2]) and not _is_one(k.shape[2]):
@@ -140,10 +145,35 @@ def read_call(
             node, "is_causal with one query sees the first key alone; pass a mask or is_causal=False"
         )
     size = float(scale) if scale is not None else float(q.shape[3]) ** -0.5
-    return AttentionCall(node, form, query, key, value, read, size, softcap, covered, sink)
+    call = AttentionCall(node, form, query, key, value, read, size, softcap, covered, sink)
+    changed = _changed_maybe(call, values)
+    if changed is not None:
+        return Unmatched(node, f"{changed.name}, which it reads, is written to before it is done")
+    return call
 
 
-def read_stranger(node: fx.Node) -> Found | None:
+def _changed_maybe(call: AttentionCall, values: Values) -> fx.Node | None:
+    """What a rewrite must not look through: the new ops read everything at the place of the call, where the old ones
+    read it earlier, and values in between may have been written to.
+    """
+    read = {call.query, call.key, call.value, call.sink, *call.mask.nodes}
+    since: dict[fx.Node, fx.Node] = {}  # the first node that reads each
+    waiting, seen = [call.node], {call.node}
+    while waiting:
+        node = waiting.pop()
+        if node is not call.node and not values.kept(node, node, call.node):
+            return node
+        for source in node.all_input_nodes:
+            if source in read:
+                earlier = since.get(source, node)
+                since[source] = min(earlier, node, key=values.place.__getitem__)
+            elif source not in seen and fake_maybe(source) is not None and not is_zeros(source):
+                seen.add(source)
+                waiting.append(source)
+    return next((one for one, first in since.items() if not values.kept(one, first, call.node)), None)
+
+
+def read_stranger(node: fx.Node, values: Values) -> Found | None:
     """A function that calls itself attention and is none of the known forms."""
     name = str(node.target).lower()
     if "attention" in name or "attn" in name:

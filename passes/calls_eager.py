@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from .calls import Found, Unmatched, read_call
 from .masks import Term, hides
-from .nodes import argument, fake_maybe, operation, scalar_operand, untransposed
+from .nodes import argument, fake, fake_maybe, is_plain_sum, operation, scalar_operand, sources, untransposed
+from .values import Values
 
 
-def read_softmax(node: fx.Node) -> Found | None:
-    """The call around a softmax, or None for a softmax whose result is not multiplied with values."""
+def read_softmax(node: fx.Node, values: Values) -> Found | None:
+    """The call around a softmax, or None for a softmax over other things than keys of a cache."""
     if operation(node) != "softmax":
-        return None
+        return _softmax_written_out(node)
     after = _product_maybe(node)
-    if isinstance(after, Unmatched) or after is None:
+    if after is None:
+        reason = "its weights are not multiplied with values in a way that is known"
+        return Unmatched(node, reason) if _weighs_a_cache(node) else None
+    if isinstance(after, Unmatched):
         return after
     product, behind = after
     cut = any(operation(one) == "getitem" for one in behind)
@@ -34,11 +39,12 @@ def read_softmax(node: fx.Node) -> Found | None:
     assert before.key is not None
     covered = (product, *behind, node, *before.covered)
     return read_call(
+        values,
         product,
         "eager",
         before.query,
         before.key,
-        product.args[1],  # type: ignore[arg-type]
+        argument(product, 1, "other"),
         tuple(before.masks),
         False,
         before.scale,
@@ -53,7 +59,9 @@ def _product_maybe(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | Unmatched |
     behind: list[fx.Node] = []
     while True:
         users = list(node.users)
-        product = [user for user in users if operation(user) == "matmul" and user.args[0] is node]
+        product = [
+            user for user in users if operation(user) == "matmul" and argument(user, 0, "input") is node
+        ]
         if product and len(users) == 1:
             return product[0], behind
         if product:
@@ -64,6 +72,42 @@ def _product_maybe(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | Unmatched |
         if operation(node) == "dropout" and not _dropout_is_off(node):
             return Unmatched(node, "dropout makes it random")
         behind.insert(0, node)
+
+
+def _softmax_written_out(node: fx.Node) -> Unmatched | None:
+    if operation(node) != "exp" or not _weighs_a_cache(node):
+        return None
+    return Unmatched(node, "its softmax is written out with exp, which is not understood")
+
+
+_PRODUCTS = ("matmul", "baddbmm", "einsum")
+
+
+def _weighs_a_cache(node: fx.Node) -> bool:
+    """Whether a softmax or the like works on products of one query per row with a cache."""
+    value = fake_maybe(node)
+    if value is None or not any(isinstance(size, int) and size == 1 for size in value.shape[1:-1]):
+        return False
+    waiting, seen = list(node.all_input_nodes), set(node.all_input_nodes)
+    while waiting:
+        one = waiting.pop()
+        if operation(one) in _PRODUCTS:
+            if _has_cache(one):
+                return True
+            continue
+        following = [] if operation(one) in ("linear", "sdpa") else one.all_input_nodes
+        waiting += [source for source in following if source not in seen]
+        seen.update(following)
+    return False
+
+
+def _has_cache(product: fx.Node) -> bool:
+    """Whether an operand is a cache, an input of three or more dimensions, and none is a weight."""
+    operands = [list(sources(one)) for one in product.all_input_nodes]
+    inputs = [source for operand in operands for source in operand if source.op == "placeholder"]
+    if any(isinstance(fake_maybe(one), nn.Parameter) for operand in operands for one in operand):
+        return False
+    return any(value is not None and value.dim() >= 3 for value in map(fake_maybe, inputs))
 
 
 def _drops_last(node: fx.Node) -> bool:
@@ -97,7 +141,7 @@ class _Scores:
                 return self._product(node)
             following = self._step(node, name)
             if following is None:
-                return f"its scores go through {node.target}, which is not understood"
+                return f"its scores go through {name or node.target}, which is not understood"
             node = following
         return "its scores are no tensor of the graph"
 
@@ -118,18 +162,31 @@ class _Scores:
             return self._with_sink(node)
         if name in ("mul", "div"):
             return self._scaled(node, name)
-        if name == "masked_fill" and isinstance(second, fx.Node) and hides(argument(node, 2, "value")):
-            self.masks.append(Term("hidden", second))
+        hidden = argument(node, 1, "mask")
+        if name == "masked_fill" and isinstance(hidden, fx.Node) and self._hides(argument(node, 2, "value")):
+            self.masks.append(Term("hidden", hidden))
             return first
-        if name == "where" and len(node.args) == 3 and hides(node.args[2]):
+        if name == "where" and len(node.args) == 3 and self._hides(node.args[2]):
             self.masks.append(Term("visible", first))
             return second
         bare = self.scale == 1.0 and not self.softcap  # or the mask would be scaled as well
-        if name == "add" and bare and isinstance(first, fx.Node) and isinstance(second, fx.Node):
+        if (
+            name == "add"
+            and bare
+            and is_plain_sum(node)
+            and isinstance(first, fx.Node)
+            and isinstance(second, fx.Node)
+        ):
             scores, mask = (first, second) if _leads_to_product(first) else (second, first)
+            if fake_maybe(mask) is not None and fake(mask).dtype == torch.bool:
+                return None  # it adds one to the score of a key, and hides none
             self.masks.append(mask)
             return scores if _leads_to_product(scores) else None
         return None
+
+    def _hides(self, value: Any) -> bool:
+        """Whether a key filled with `value` stays hidden through what is done to the scores after that."""
+        return not self.softcap and hides(value, self.scale)
 
     def _with_sink(self, node: fx.Node) -> fx.Node | None:
         """`cat([scores, sink], -1)` with one score per head behind the others."""

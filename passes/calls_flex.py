@@ -45,6 +45,10 @@ class FlexTerm:
     function: fx.Graph = field(repr=False)
     kind: str = "visible"
 
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(one for one in (*self.buffers, *self.blocks) if isinstance(one, fx.Node))
+
     def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
         """bool [rows, keys] at the graph's insertion point."""
         by_index = self._by_index(graph, rows, keys, device)
@@ -89,7 +93,7 @@ def keys_in_blocks(number: torch.Tensor, indices: torch.Tensor, keys: int, size:
     return ((listed[:, :, None] == block) & live[:, :, None]).any(1)
 
 
-def read_flex(node: fx.Node) -> Found | None:
+def read_flex(node: fx.Node, values: Values) -> Found | None:
     """A call of the higher-order operator; its first result is the attention's."""
     if operation(node) != "flex_attention":
         return None
@@ -108,7 +112,7 @@ def read_flex(node: fx.Node) -> Found | None:
     if (scale := number_maybe(scale)) is None:
         return Unmatched(node, "its scale is computed in the graph")
     covered = (*results, node)
-    return read_call(outputs[0], "flex", query, key, value, (term,), False, scale, 0.0, covered)  # type: ignore[arg-type]
+    return read_call(values, outputs[0], "flex", query, key, value, (term,), False, scale, 0.0, covered)  # type: ignore[arg-type]
 
 
 def _function(root: Any, node: Any) -> fx.Graph | None:

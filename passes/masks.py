@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .nodes import argument, fake, fake_maybe, is_number, operation
+from .nodes import argument, fake, fake_maybe, is_number, is_plain_sum, operation
 from .values import Values
 
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
@@ -32,11 +32,19 @@ class Term:
     kind: str
     node: fx.Node
 
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node,)
+
 
 class BuiltTerm(Protocol):
     """A term of kind "visible" that makes its own nodes."""
 
     kind: str
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What it reads."""
 
     def build(self, graph: fx.Graph, rows: Any, keys: Any, device: torch.device) -> fx.Node:
         """bool [rows, keys] at the graph's insertion point."""
@@ -50,6 +58,11 @@ class Mask:
     """All terms; none means that every key is seen."""
 
     terms: tuple[Term | BuiltTerm, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What all terms read."""
+        return tuple(node for term in self.terms for node in term.nodes)
 
     @property
     def seen(self) -> tuple[Term | BuiltTerm, ...]:
@@ -73,8 +86,8 @@ def seen_key(mask: Mask, values: Values, at: fx.Node) -> Any:
     return tuple(sorted(keys, key=repr))
 
 
-def read_mask(*masks: Any) -> Mask | str:
-    """The terms of a call's masks, or the reason why they cannot be read. None stands for no mask."""
+def read_mask(values: Values, at: fx.Node, *masks: Any) -> Mask | str:
+    """The terms of a call's masks, or the reason why they cannot be read. None stands for no mask. at: the call."""
     terms: list[Any] = []
     for mask in masks:
         if mask is None:
@@ -84,7 +97,7 @@ def read_mask(*masks: Any) -> Mask | str:
         elif fake_maybe(mask) is None:
             return "its mask is no tensor of the graph"
         else:
-            terms += _terms(mask)
+            terms += _Terms(values, at).of(mask)
     for term in terms:
         if isinstance(term, Term) and term.kind != "bias" and _per_head(term.node):
             return "its mask hides other keys from each head"
@@ -93,19 +106,17 @@ def read_mask(*masks: Any) -> Mask | str:
     return Mask(tuple(dict.fromkeys(terms)))
 
 
-def hides(value: Any) -> bool:
-    """Whether a fill value hides a key."""
-    if isinstance(value, fx.Node):
-        return _constant(value)
-    return is_number(value) and bool(value <= HIDDEN)
+def hides(value: Any, factor: float = 1.0) -> bool:
+    """Whether a fill value that is multiplied with `factor` afterwards hides a key."""
+    filled = _constant(value) if isinstance(value, fx.Node) else value
+    return is_number(filled) and bool(filled * factor <= HIDDEN)
 
 
-def _constant(node: fx.Node) -> bool:
-    """`torch.tensor(-inf)` and `torch.full([], ...)` as models write them."""
-    given: Any = next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
-    return (
-        operation(node) in ("tensor", "full", "scalar_tensor") and is_number(given) and bool(given <= HIDDEN)
-    )
+def _constant(node: fx.Node) -> Any:
+    """The number in `torch.tensor(-inf)` and `torch.full([], ...)` as models write them; None for other nodes."""
+    if operation(node) not in ("tensor", "full", "scalar_tensor"):
+        return None
+    return next((arg for arg in reversed(node.args) if is_number(arg)), node.kwargs.get("fill_value"))
 
 
 def _per_head(node: fx.Node) -> bool:
@@ -113,33 +124,57 @@ def _per_head(node: fx.Node) -> bool:
     return value.dim() >= 3 and value.shape[-3] != 1
 
 
-def _terms(node: fx.Node) -> Iterator[Term]:
-    """One mask tensor, taken apart as far as the graph shows how it was put together."""
-    value, name = fake(node), operation(node)
-    if value.dtype == torch.bool:
-        yield Term("visible", node)
-        return
-    if name in ("contiguous", "clone") and isinstance(node.args[0], fx.Node):
-        yield from _terms(node.args[0])
-        return
-    first, second = argument(node, 0, "input"), argument(node, 1, "other")
-    if name == "where" and len(node.args) == 3 and isinstance(first, fx.Node) and hides(node.args[2]):
-        yield Term("visible", first)
-        yield from _rest(second)
-    elif name == "masked_fill" and isinstance(second, fx.Node) and hides(argument(node, 2, "value")):
-        yield Term("hidden", second)
-        yield from _rest(first)
-    elif name == "add" and fake_maybe(first) is not None and fake_maybe(second) is not None:
-        yield from _terms(first)
-        yield from _terms(second)
-    else:
-        yield Term("bias" if _per_head(node) else "additive", node)
+def is_zeros(node: fx.Node) -> bool:
+    return operation(node) in _ZEROS
 
 
-def _rest(value: Any) -> Iterator[Term]:
-    """What stands where a key is seen: nothing if it is zero."""
-    if isinstance(value, fx.Node) and fake_maybe(value) is not None and operation(value) not in _ZEROS:
-        yield from _terms(value)
+class _Terms:
+    """Takes masks apart as far as the graph shows how they were put together, and as far as nothing is written to them
+    or their parts before the call, `at`, reads them.
+    """
+
+    def __init__(self, values: Values, at: fx.Node) -> None:
+        self.values, self.at = values, at
+
+    def of(self, node: fx.Node) -> Iterator[Term]:
+        if fake(node).dtype == torch.bool:
+            yield Term("visible", node)
+        elif self._kept(node):
+            yield from self._apart(node)
+        else:
+            yield _whole(node)
+
+    def _kept(self, node: fx.Node) -> bool:
+        parts = [node, *(one for one in node.all_input_nodes if fake_maybe(one) is not None)]
+        return all(self.values.kept(one, node, self.at) for one in parts)
+
+    def _apart(self, node: fx.Node) -> Iterator[Term]:
+        name, first, second = operation(node), argument(node, 0, "input"), argument(node, 1, "other")
+        hidden = argument(node, 1, "mask")
+        if name in ("contiguous", "clone") and isinstance(first, fx.Node):
+            yield from self.of(first)
+        elif name == "where" and len(node.args) == 3 and isinstance(first, fx.Node) and hides(node.args[2]):
+            yield Term("visible", first)
+            yield from self._rest(second)
+        elif name == "masked_fill" and isinstance(hidden, fx.Node) and hides(argument(node, 2, "value")):
+            yield Term("hidden", hidden)
+            yield from self._rest(first)
+        elif name == "add" and is_plain_sum(node) and all(fake_maybe(x) is not None for x in (first, second)):
+            yield from self.of(first)
+            yield from self.of(second)
+        else:
+            yield _whole(node)
+
+    def _rest(self, value: Any) -> Iterator[Term]:
+        """What stands where a key is seen: nothing if it is zero."""
+        if not isinstance(value, fx.Node) or fake_maybe(value) is None:
+            return
+        if not (is_zeros(value) and self.values.kept(value, value, self.at)):
+            yield from self.of(value)
+
+
+def _whole(node: fx.Node) -> Term:
+    return Term("bias" if _per_head(node) else "additive", node)
 
 
 def build_visible(graph: fx.Graph, mask: Mask, rows: Any, keys: Any, device: torch.device) -> fx.Node:

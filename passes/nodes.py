@@ -151,6 +151,8 @@ def number_maybe(value: Any) -> float | None:
 
 def scalar_operand(node: fx.Node) -> tuple[fx.Node, float] | None:
     """`(x, c)` of a product, quotient or sum of a tensor and a plain number; for a quotient c divides."""
+    if node.kwargs.get("rounding_mode") is not None or not is_plain_sum(node):
+        return None
     first, second = argument(node, 0, "input"), argument(node, 1, "other")
     if fake_maybe(first) is not None and (factor := number_maybe(second)) is not None:
         return first, factor
@@ -163,12 +165,17 @@ def scalar_operand(node: fx.Node) -> tuple[fx.Node, float] | None:
     return None
 
 
+def is_plain_sum(node: fx.Node) -> bool:
+    """Whether a sum takes its second operand once, as nearly all do; true of what is no sum."""
+    return bool(node.kwargs.get("alpha", 1) == 1)
+
+
 def untransposed(node: fx.Node) -> fx.Node | None:
     """x of `x.transpose(-2, -1)` in any spelling, for x with four dimensions."""
     value = fake_maybe(node)
     if value is None or value.dim() != 4:
         return None
-    source = node.args[0] if node.args else None
+    source = argument(node, 0, "input")
     if not isinstance(source, fx.Node):
         return None
     name = operation(node)
@@ -176,7 +183,8 @@ def untransposed(node: fx.Node) -> fx.Node | None:
         dims = {int(argument(node, 1, "dim0")) % 4, int(argument(node, 2, "dim1")) % 4}
         return source if dims == {2, 3} else None
     if name == "permute":
-        given = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+        dims = argument(node, 1, "dims")
+        given = dims if isinstance(dims, tuple | list) else node.args[1:]
         return source if [int(d) % 4 for d in given] == [0, 1, 3, 2] else None  # type: ignore[arg-type]
     if name == "getattr" and node.args[1] == "mT":
         return source
@@ -185,9 +193,14 @@ def untransposed(node: fx.Node) -> fx.Node | None:
 
 def without_casts(node: fx.Node) -> fx.Node:
     """The value before casts and copies that keep its shape."""
-    while operation(node) in ("cast", "contiguous", "clone") and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while operation(node) in ("cast", "contiguous", "clone") and isinstance(_source(node), fx.Node):
+        node = _source(node)
     return node
+
+
+def _source(node: fx.Node) -> Any:
+    """The first argument, by place or by name."""
+    return argument(node, 0, "input")
 
 
 def unrepeated(node: fx.Node) -> fx.Node:
@@ -198,19 +211,20 @@ def unrepeated(node: fx.Node) -> fx.Node:
     node = without_casts(node) if operation(node) in ("contiguous", "clone") else node
     name = operation(node)
     if name == "repeat_interleave":
-        source, dim = node.args[0], argument(node, 2, "dim")
+        source, dim = _source(node), argument(node, 2, "dim")
         given = argument(node, 1, "repeats")
         if isinstance(source, fx.Node) and isinstance(given, int) and dim in (1, -3):
             return source
-    if name != "reshape" or not isinstance(node.args[0], fx.Node) or operation(node.args[0]) != "expand":
+    spread_node = _source(node)
+    if name != "reshape" or not isinstance(spread_node, fx.Node) or operation(spread_node) != "expand":
         return node
-    raised = node.args[0].args[0]
+    raised = _source(spread_node)
     if not isinstance(raised, fx.Node) or operation(raised) not in ("getitem", "unsqueeze"):
         return node
-    base, wide = raised.args[0], fake_maybe(raised)
+    base, wide = _source(raised), fake_maybe(raised)
     if not isinstance(base, fx.Node) or wide is None:
         return node
-    narrow, whole, spread = fake_maybe(base), fake(node), fake(node.args[0])
+    narrow, whole, spread = fake_maybe(base), fake(node), fake(spread_node)
     if narrow is None or narrow.dim() != 4 or wide.dim() != 5 or spread.dim() != 5 or whole.dim() != 4:
         return node
     b, h, s, d = narrow.shape
@@ -224,6 +238,8 @@ _LAYOUT = {
     "permute",
     "reshape",
     "expand",
+    "flatten",
+    "unflatten",
     "contiguous",
     "unsqueeze",
     "squeeze",
@@ -244,6 +260,25 @@ _UPDATES = {
 _MAKERS = {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"}
 
 
+_WRITES = {
+    operator.setitem,
+    operator.iadd,
+    operator.imul,
+    operator.isub,
+    operator.itruediv,
+    operator.iand,
+    operator.ior,
+}
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return node.op == "call_function" and (node.target in _WRITES or str(node.target).endswith("_"))
+
+
 def is_layout(node: fx.Node) -> bool:
     """Whether a value shares the memory of its first argument, or may."""
     return operation(node) in _LAYOUT
@@ -257,8 +292,8 @@ def sources(node: fx.Node) -> Iterator[fx.Node]:
         for part in parts if isinstance(parts, tuple | list) else ():
             if isinstance(part, fx.Node):
                 yield from sources(part)
-    elif name in _LAYOUT | _UPDATES and isinstance(node.args[0], fx.Node):
-        yield from sources(node.args[0])
+    elif (name in _LAYOUT | _UPDATES or writes(node)) and isinstance(_source(node), fx.Node):
+        yield from sources(_source(node))
     else:
         yield node
 

@@ -6,25 +6,15 @@ input that is written to has another version before and after each write; a view
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections import defaultdict
 from typing import Any
 
 from torch import fx
 
-from .nodes import is_layout, operation, sources
+from .nodes import is_layout, operation, sources, writes
 
 _DEPTH = 64
-_WRITES = {
-    operator.setitem,
-    operator.iadd,
-    operator.imul,
-    operator.isub,
-    operator.itruediv,
-    operator.iand,
-    operator.ior,
-}
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "empty")
 
 
@@ -35,7 +25,7 @@ class Values:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes: dict[fx.Node, list[int]] = defaultdict(list)
         for node in graph.nodes:
-            for target in _written(node):
+            for target in written(node):
                 for source in sources(target):
                     self.writes[source].append(self.place[node])
 
@@ -57,6 +47,11 @@ class Values:
             )
         return self.known[value, at]
 
+    def kept(self, value: fx.Node, since: fx.Node, at: fx.Node) -> bool:
+        """Whether nothing is written to the memory of `value` between two nodes."""
+        first, last = self.place[since], self.place[at]
+        return not any(first < place < last for one in sources(value) for place in self.writes.get(one, ()))
+
     def _computed(self, value: fx.Node, at: fx.Node, depth: int) -> Any:
         version = bisect_left(self.writes[value], self.place[at]) if value in self.writes else 0
         if depth > _DEPTH or not is_pure(value):
@@ -69,7 +64,7 @@ class Values:
         return operation(value), str(value.target), inputs, named, version
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written(node: fx.Node) -> list[fx.Node]:
     """What a node may write to: its first argument, or any input of an operator whose schema mutates."""
     if _mutates(node):
         return node.all_input_nodes
@@ -80,14 +75,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether a node changes its first argument in place."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return node.op == "call_function" and (node.target in _WRITES or str(node.target).endswith("_"))
 
 
 def is_pure(node: fx.Node) -> bool:

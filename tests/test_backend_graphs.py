@@ -117,6 +117,70 @@ def test_a_soft_cap_is_read() -> None:
     assert {site.softcap for site in report.sites} == {5.0}
 
 
+def test_arguments_by_name_are_read_as_those_by_place() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        keys, values = (torch.repeat_interleave(input=x, repeats=2, dim=1) for x in (k, v))
+        scores = torch.matmul(input=q, other=torch.transpose(input=keys, dim0=2, dim1=3)) * SCALE
+        weights = torch.softmax(input=scores.masked_fill(mask=~mask, value=float("-inf")), dim=-1)
+        return torch.matmul(input=weights, other=values)
+
+    inputs = example()
+    torch.testing.assert_close(compile_form(form, key_retention=0.3)(*inputs), by_hand(*inputs, "0.3"))
+
+
+def test_a_mask_that_is_a_sum_with_a_factor() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        slope = torch.arange(24, dtype=q.dtype)[None, None, None] / 10
+        low = torch.add(torch.where(mask, 0.0, -torch.inf).double(), slope, alpha=3)
+        return attention(q, k, v, low)
+
+    inputs = example()
+    torch.testing.assert_close(compile_form(form, key_retention=1)(*inputs), Looped(form)(*inputs))
+
+
+def padded_in_place(mask: Tensor) -> Tensor:
+    """An additive mask as transformers made it for years: causal first, then padding written into a copy."""
+    low = torch.finfo(torch.float64).min
+    made = torch.full((1, 24), low, dtype=torch.float64)
+    made *= torch.arange(24) > torch.tensor([[19]])
+    made = made[None, None].expand(3, 1, -1, -1).clone()
+    padding = made[:, :, :, :20] + mask[:, :, :, :20].double() == 0
+    made[:, :, :, :20] = made[:, :, :, :20].masked_fill(padding, low)
+    return made
+
+
+def changed_summand(mask: Tensor) -> Tensor:
+    one, other = torch.where(mask, 0.0, -torch.inf).double(), torch.zeros(24, dtype=torch.float64)
+    made = one + other
+    one.zero_()
+    return made
+
+
+def written_zeros(mask: Tensor) -> Tensor:
+    zeros = torch.zeros(3, 1, 1, 24, dtype=torch.float64)
+    zeros[..., 12] = -torch.inf
+    return torch.where(mask, zeros, -torch.inf)
+
+
+def filled_view(mask: Tensor) -> Tensor:
+    made = torch.zeros(3, 1, 1, 24, dtype=torch.float64).masked_fill(~mask, -1e9)
+    made[..., 12].fill_(-1e9)
+    return made
+
+
+@pytest.mark.parametrize("make", [padded_in_place, changed_summand, written_zeros, filled_view])
+def test_what_is_written_into_a_mask_counts(make: Callable[[Tensor], Tensor]) -> None:
+    class Masked(Looped):
+        def forward(self, q: Tensor, ks: list[Tensor], vs: list[Tensor], mask: Tensor) -> Tensor:
+            return super().forward(q, ks, vs, make(mask))
+
+    q, ks, vs, mask = example()
+    settings = {"inductor": False, "key_retention": "0.3"}
+    got = torch.compile(Masked(sdpa), backend="sparse_compile", options=settings)(q, ks, vs, mask)
+    torch.testing.assert_close(got, by_hand(q, ks, vs, make(mask) > -9000, "0.3"))
+    assert counts()["consume"] == 2
+
+
 def test_flex_attention_with_a_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -197,6 +261,49 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return weights @ repeat_kv(v, 2)
 
 
+def masked_before_the_cap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = (q @ repeat_kv(k, 2).mT).masked_fill(~mask, float("-inf"))
+    return (torch.tanh(scores / 5.0) * 5.0).softmax(-1) @ repeat_kv(v, 2)
+
+
+def masked_before_a_factor(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ repeat_kv(k, 2).mT).masked_fill(~mask, -1e4) * -1.0).softmax(-1) @ repeat_kv(v, 2)
+
+
+def mask_taken_thrice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.add(q @ repeat_kv(k, 2).mT, torch.where(mask, 0.5, -1.0).double(), alpha=3)
+    return scores.softmax(-1) @ repeat_kv(v, 2)
+
+
+def query_changed_meanwhile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    query = q.clone()
+    weights = (query @ repeat_kv(k, 2).mT).masked_fill(~mask, float("-inf")).softmax(-1)
+    query.zero_()
+    return weights @ repeat_kv(v, 2)
+
+
+def written_copy_of_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys = repeat_kv(k, 2)
+    keys[:, 0] = 0.0
+    return F.scaled_dot_product_attention(q, keys, repeat_kv(v, 2), attn_mask=mask)
+
+
+def weighed(form: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    """Attention whose weights meet the values in a form of its own."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, repeat_kv(k, 2)).masked_fill(~mask, float("-inf"))
+        return form(scores, repeat_kv(v, 2))
+
+    return run
+
+
+def in_three_dimensions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys, values = (repeat_kv(x, 2).flatten(0, 1) for x in (k, v))
+    scores = torch.bmm(q.flatten(0, 1), keys.mT).view(3, 4, 1, 24).masked_fill(~mask, float("-inf"))
+    return torch.bmm(scores.softmax(-1).view(12, 1, 24), values).view(3, 4, 1, 16)
+
+
 LEFT: dict[str, tuple[Form, str]] = {
     "random": (lambda q, k, v, m: attention(q, k, v, m, dropout_p=0.5), "dropout_p=0.5 makes it random"),
     "causal": (lambda q, k, v, m: attention(q, k, v, None, is_causal=True), "sees the first key alone"),
@@ -209,7 +316,29 @@ LEFT: dict[str, tuple[Form, str]] = {
     "no past": (lambda q, k, v, m: attention(q, k[:, :, :1], v[:, :, :1], None), "there is no past"),
     "flash": (lambda q, k, v, m: flash(q, k, v), "flash_attn_varlen.* no form of attention that is known"),
     "scaled mask": (scaled_mask, "scores go through"),
-    "widths": (lambda q, k, v, m: attention(q, k, v[..., :8], m).repeat(1, 1, 1, 2), "differ in size"),
+    "masked before the cap": (masked_before_the_cap, "scores go through masked_fill"),
+    "masked before a factor": (masked_before_a_factor, "scores go through masked_fill"),
+    "query changed meanwhile": (query_changed_meanwhile, "query, which it reads, is written to before"),
+    "written copy of keys": (written_copy_of_keys, "keys, which it reads, is written to before"),
+    "bool added": (
+        lambda q, k, v, m: (q @ repeat_kv(k, 2).mT + m).softmax(-1) @ repeat_kv(v, 2),
+        "scores go through add",
+    ),
+    "mask taken thrice": (mask_taken_thrice, "scores go through add"),
+    "einsum": (
+        weighed(lambda s, v: torch.einsum("bhqk,bhkd->bhqd", s.softmax(-1), v)),
+        "not multiplied with values in a way that is known",
+    ),
+    "made to sum to one again": (
+        weighed(lambda s, v: F.normalize(s.softmax(-1), p=1, dim=-1) @ v),
+        "not multiplied with values in a way that is known",
+    ),
+    "exp": (weighed(lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v), "written out with exp"),
+    "three dimensions": (in_three_dimensions, "not multiplied with values in a way that is known"),
+    "widths": (
+        lambda q, k, v, m: attention(q, k, v[..., :8], m).repeat(1, 1, 1, 2),
+        r"size: \[3, 4, 1, 16\], \[3, 2, 24, 16\], \[3, 2, 24, 8\]",
+    ),
 }
 
 
@@ -222,6 +351,13 @@ def test_what_is_left_alone_says_why(name: str) -> None:
         assert backend.last_report("other") is not None
         return
     assert re.search(reason, reason_of(form))
+
+
+def test_autocast_is_not_undone() -> None:
+    q, ks, vs, mask = example()
+    given = (q.float(), [k.float() for k in ks], [v.float() for v in vs], mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast computes it in torch.bfloat16" in reason_of(sdpa, given)
 
 
 def test_weights_that_are_returned_are_not_rewritten_away() -> None:
@@ -486,9 +622,17 @@ def test_dumps_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"mode": "reduce-overhead", "inductor": False}, "leave one of them out"),
         ({"inductor": 3}, "inductor=3"),
         ({"inductor": {"max_autotun": True}}, "no option of this Inductor; did you mean max_autotune"),
+        (
+            {"inductor": {"max_autotune": "yes"}},
+            "gives 'max_autotune' a str; pass for example 'max_autotune': ",
+        ),
+        ({"max_autotune": True}, r"one of Inductor: pass options=\{'inductor': \{'max_autotune': True\}\}"),
+        ({"mode": ["max-autotune"]}, "must be one of default"),
+        ({3: 4}, "3=4: unknown option"),
+        ("key_retention=0.1", "options='key_retention=0.1': must be a dict"),
     ],
 )
-def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backend.BackendOptions.of(options)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from sparse_compile.calibration import Calibration
 from sparse_compile.config import Number, SparseConfig, closest
@@ -80,10 +80,14 @@ class BackendOptions:
 
         given = dict(self.inductor) if isinstance(self.inductor, Mapping) else {}
         known = config.get_config_copy()
-        for name in map(str, given):
+        for name, value in given.items():
             if name not in known:
-                limit = f"has {name!r}, which is no option of this Inductor"
-                raise ArgumentError("inductor", given, limit, closest(name, list(known)))
+                limit = f"has {str(name)!r}, which is no option of this Inductor"
+                raise ArgumentError("inductor", given, limit, closest(str(name), list(known)))
+            kind = config.get_type(name)  # type: ignore[attr-defined]
+            if get_origin(kind) is None and not isinstance(value, kind):
+                limit = f"gives {name!r} a {type(value).__name__}"
+                raise ArgumentError("inductor", given, limit, f"pass for example {name!r}: {known[name]!r}")
 
     def _check_mode(self) -> None:
         if self.mode is None:
@@ -91,7 +95,7 @@ class BackendOptions:
         import torch._inductor
 
         known = torch._inductor.list_mode_options()
-        if self.mode not in known:
+        if not isinstance(self.mode, str) or self.mode not in known:
             limit = f"must be one of {', '.join(known)}"
             raise ArgumentError("mode", self.mode, limit, "pass mode='reduce-overhead'")
         if self.inductor is False:
@@ -102,13 +106,14 @@ class BackendOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> BackendOptions:
         """From what torch.compile hands over; an unknown option is refused by name."""
+        if options is not None and not isinstance(options, Mapping):
+            raise ArgumentError("options", options, "must be a dict", "pass options={'key_retention': 0.1}")
         given = dict(options or {})
         known = [one.name for one in fields(cls)]
-        for name in given:
+        for name, value in given.items():
             if name not in known:
-                raise ArgumentError(
-                    name, given[name], f"unknown option; known are {', '.join(known)}", closest(name, known)
-                )
+                limit = f"unknown option; known are {', '.join(known)}"
+                raise ArgumentError(str(name), value, limit, _remedy(str(name), value, known))
         if mode is not None and mode != "default":
             given.setdefault("mode", mode)
         return cls(**given)
@@ -138,3 +143,12 @@ class BackendOptions:
 
         patches = dict(torch._inductor.list_mode_options(self.mode)) if self.mode else {}
         return patches | (dict(self.inductor) if isinstance(self.inductor, Mapping) else {})
+
+
+def _remedy(name: str, value: Any, known: list[str]) -> str:
+    """For an unknown option. torch.compile takes Inductor's options side by side; here they have a place of theirs."""
+    from torch._inductor import config
+
+    if name in config.get_config_copy():
+        return f"it is one of Inductor: pass options={{'inductor': {{{name!r}: {value!r}}}}}"
+    return closest(name, known)
