@@ -146,7 +146,7 @@ def _attend(
     if a.k is not None and a.v is not None:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if writes and not fuse:
-        _write(a, k, v, waited)
+        _write(a, k, v)
     heads = a.heads if per_head else a.kv_heads
     programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
@@ -199,14 +199,11 @@ def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:
     return {"maxnreg": 65536 // (programs * warps * 32) // 8 * 8} if a.q.device.type == "cuda" else {}
 
 
-def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
-    """waited: as in `_attend`."""
-    pdl = starts_early(a.q.device)
+def _write(a: Attention, k: Tensor, v: Tensor) -> None:
     write_kernel[(a.rows, a.kv_heads)](
         k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), PDL=pdl,
-        num_warps=1, **_early(pdl and not waited),
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), num_warps=1,
     )  # fmt: skip
 
 
