@@ -142,7 +142,15 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
+    crowded |= tiles.fill_waves and _filled_waves(lines * programs, at_once) > 1.03 * _filled_waves(
+        lines * programs, 3 * at_once // 4
+    )
     return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
+
+
+def _filled_waves(programs: int, at_once: int) -> float:
+    """How full waves of programs are on average."""
+    return programs / (at_once * max(1, cdiv(programs, at_once)))
 
 
 def _attend(
@@ -202,7 +210,7 @@ def _attend(
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
-        SELECTS=joined, **_search(a, scratch, retention, tiles.warps, 2 * tiles.thread_keys),
+        SELECTS=joined, **_search(a, scratch, retention if joined else None),
         num_warps=tiles.kept_warps if mode == MODE_CONSUME else tiles.warps, **_early(pdl and not waited),
         **_limit(a, tiles, mode, stages),
     )  # fmt: skip
@@ -333,19 +341,20 @@ def _most(scratch: Scratch) -> int:
     return min(scratch.tiles.short, next_power_of_2(max(4 * scratch.tiles.block, scratch.keys)))
 
 
-def _search(
-    a: Attention, scratch: Scratch, retention: Retention | None, warps: int, thread_keys: int
-) -> dict[str, int]:
-    """How attention selects for short rows with so many warps."""
+def _search(a: Attention, scratch: Scratch, retention: Retention | None) -> dict[str, int]:
+    """How attention selects for short rows, with as many warps as it has; None: it does not."""
+    if retention is None:
+        return dict.fromkeys(("SMALL", "SHORT", "SAMPLE", "PIECE", "GATHER", "AHEAD", "FIRST", "LAST"), 0)
     tiles, most = scratch.tiles, _most(scratch)
     sizes = {
         "SMALL": min(tiles.small_scores, most),
         "SHORT": most,
         "SAMPLE": tiles.sample if scratch.long else 0,
+        "PIECE": min(most, 2 * 32 * tiles.warps * tiles.thread_keys),
+        "GATHER": tiles.gather_block,
+        "AHEAD": _ahead(a, scratch, tiles.warps),
     }
-    sizes |= {"PIECE": min(most, 32 * warps * thread_keys), "GATHER": tiles.gather_block}
-    always = _always(retention, scratch) if retention is not None else {"FIRST": 0, "LAST": 0}
-    return sizes | {"AHEAD": _ahead(a, scratch, warps)} | always
+    return sizes | _always(retention, scratch)
 
 
 def _ahead(a: Attention, scratch: Scratch, warps: int) -> int:

@@ -19,7 +19,7 @@ class Tiles:
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
     row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
-    leaves either to the number of programs.
+    leaves either to the number of programs; with `fill_waves` the depth is also that with which waves are fuller.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `kept_warps`, `min_kept` and `max_kept`. A
     program takes `kept_span` units, 1 or 2; None leaves it to their number. Registers are limited so that
@@ -45,6 +45,7 @@ class Tiles:
     block: int = 64
     stages: int | None = None
     span: int | None = None
+    fill_waves: bool = False
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
