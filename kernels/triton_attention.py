@@ -25,6 +25,7 @@ MODE_CAPTURE = 1
 MODE_CONSUME = 2
 MODE_MIXED = 3
 _DENSE, _CAPTURE = tl.constexpr(MODE_DENSE), tl.constexpr(MODE_CAPTURE)
+ASK = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 
 
@@ -61,6 +62,16 @@ def sink_weight(sink, at, m, ok):
     """exp(sink - m) of the lines `at`: what one more key of value zero adds to the softmax sum; 0 where not `ok`."""
     s = tl.load(sink + at, mask=ok, other=float("-inf")).to(tl.float32)
     return tl.exp2((s - finite_or_zero(m)) * LOG2E)
+
+
+@triton.jit
+def ask_for(x, line, D: tl.constexpr):
+    """Bring line `line` of x [.., D] into the L2 cache."""
+    PER: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # in one line of the cache
+    at = x + line * D + tl.minimum(tl.arange(0, triton.next_power_of_2((D + PER - 1) // PER)) * PER, D - 1)
+    tl.inline_asm_elementwise(
+        ASK, "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -200,7 +211,11 @@ def attention_kernel(
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN
         if kept:
-            kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
+            line = (slot * sites + site) * HEADS + head0
+            kept_line = index + line * capacity
+            if KEPT_EARLY and ASSEMBLY:
+                ask_for(o_ref, line, D)
+                ask_for(c_ref, line, D)
             m, l, acc = attend_kept(
                 q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, keys, d, d_ok, pool_page, pool_token,
                 scale, cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION, SPAN,

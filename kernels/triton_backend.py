@@ -65,7 +65,9 @@ def capture(attention: Attention, store: Store, retention: Retention, out: Tenso
             some = slice(start, start + size)
             a, mine = _rows(attention, some), replace(store, row_slot=store.row_slot[some])
             scratch = _attend(a, out[some], MODE_CAPTURE, mine, retention, waited=waited and start == 0)
-            _select(a, mine, retention, scratch)
+            if start + size < rows:
+                _select(a, mine, retention, scratch)
+    _select(a, mine, retention, scratch)  # of the last part, when all others are done
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
@@ -219,7 +221,7 @@ def _attend(
 
 def _joined(a: Attention, tiles: Tiles) -> bool:
     """Whether attention selects for the rows that it captures, as far as it can."""
-    return tiles.joined and not runs_beside(a.q.device)
+    return tiles.joined and tiles.parts == 1 and not runs_beside(a.q.device)
 
 
 def _ratio(retention: Retention | None) -> tuple[int, int]:
@@ -332,8 +334,9 @@ def _short(
 
 
 def _early_select(a: Attention, tiles: Tiles) -> bool:
-    """Behind attention, on its stream."""
-    return tiles.select_early and starts_early(a.q.device) and not runs_beside(a.q.device)
+    """Behind attention, on its stream, with nothing else to wait for."""
+    alone = tiles.parts == 1 and not runs_beside(a.q.device)
+    return tiles.select_early and starts_early(a.q.device) and alone
 
 
 def _most(scratch: Scratch) -> int:

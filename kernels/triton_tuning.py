@@ -23,7 +23,8 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `kept_warps`, `min_kept` and `max_kept`. A
     program takes `kept_span` units, 1 or 2; None leaves it to their number. Registers are limited so that
-    `kept_programs` share a multiprocessor, 0: not at all. `kept_early`: where keys lie is looked up a step ahead.
+    `kept_programs` share a multiprocessor, 0: not at all. `kept_early`: where keys lie is looked up a step ahead, and
+    references are asked for before the keys.
 
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In
     rows of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores
@@ -35,7 +36,7 @@ class Tiles:
     way at a time as make `gather_bytes` per thread.
 
     Where selections do not run beside what follows, `joined` has the program that merges a row select for it too,
-    `select_early` starts the kernel that selects before attention has finished, and a capture of many rows runs in
+    `select_early` starts the kernel that selects before attention has finished, or a capture of many rows runs in
     `parts`: what one part selects is worked out beside the attention of the next.
 
     `block`, `min_unit` and `max_units`, the same three of retained keys, `kept_warps`, `guesses`, `short` and
