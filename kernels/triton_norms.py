@@ -3,7 +3,7 @@ much of it to do.
 
 Without a weight it leaves the sums of the squares, with which the product scales its own sums when they are done: added
 in the order of a product with tiles of `SLICES` slices and `COLUMNS` columns, so that both ways have the same bits.
-With a weight it leaves the normalised rows, rounded as models round them. A row's bits follow from the row alone.
+With a weight it leaves the normalised rows, rounded once. A row's bits follow from the row alone.
 
 Mirrors `skinny_parts.Norm`.
 """
@@ -48,7 +48,6 @@ def norm_kernel(
             at = k0 + tl.arange(0, _PIECE)
             made = tl.load(x + row * x_m + at, mask=at < K, other=0.0).to(tl.float32) * scale
             factor = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
-            rounded = made.to(out.dtype.element_ty).to(tl.float32)
-            tl.store(out + row * o_m + at, (rounded * factor).to(out.dtype.element_ty), mask=at < K)
+            tl.store(out + row * o_m + at, (made * factor).to(out.dtype.element_ty), mask=at < K)
     else:
         tl.store(out + row, total)

@@ -84,7 +84,11 @@ def test_the_kernel_is_as_good_as_eager_code(
     given = operands(kind, rows, width, depth, half, bias)
     given["x"] = given["x"] * scale  # type: ignore[operator]
     normed = a_norm(depth, half, dtype == "weighted", *norm)
-    assert_as_good_as_eager(kind, kernel(kind, tiles, norm=normed, **given), given, norm=normed)
+    made = kernel(kind, tiles, norm=normed, **given)
+    rounds = (
+        2**-8 if tiles.apart and normed.weight is not None else 0.0
+    )  # the rows, which gate and up both read
+    assert_as_good_as_eager(kind, made, given, norm=normed, more=rounds)
 
 
 @settings(max_examples=8, deadline=None)
