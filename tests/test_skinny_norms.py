@@ -390,8 +390,8 @@ def test_layers_of_real_models(kind: str, shape: tuple[int, int], rows: int) -> 
 @pytest.mark.parametrize("dtype", [*HALF, "weighted"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_sizes_change_no_bits(kind: str, dtype: torch.dtype | str) -> None:
-    """But those of the columns of a step that adds squares; nor do other numbers of rows, or a kernel for the norm. On the
-    CPU a product of blocks adds in an order of its own.
+    """But those of the columns of a step that adds squares; nor do other numbers of rows, or a kernel for the norm. On
+    the CPU a product of blocks adds in an order of its own.
     """
     half = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     most, norm = 64 if dtype != "weighted" else GAIN_ROWS, a_norm(2048, half, dtype == "weighted")
