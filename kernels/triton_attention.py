@@ -18,12 +18,14 @@ import triton.language as tl
 from .triton_guesses import HALF
 from .triton_loops import attend_kept, attend_span, store_part
 from .triton_parts import LOG2E, finite_or_zero, merge_units, start_early, unit_size
+from .triton_select import select_row
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
 MODE_CONSUME = 2
 MODE_MIXED = 3
 _DENSE, _CAPTURE = tl.constexpr(MODE_DENSE), tl.constexpr(MODE_CAPTURE)
+ASK = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 
 
@@ -63,6 +65,16 @@ def sink_weight(sink, at, m, ok):
 
 
 @triton.jit
+def ask_for(x, line, D: tl.constexpr):
+    """Bring line `line` of x [.., D] into the L2 cache."""
+    PER: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # in one line of the cache
+    at = x + line * D + tl.minimum(tl.arange(0, triton.next_power_of_2((D + PER - 1) // PER)) * PER, D - 1)
+    tl.inline_asm_elementwise(
+        ASK, "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def emit(
     result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
     REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
@@ -91,27 +103,34 @@ def emit(
             tl.store(stats + at * 2 + 1, l, mask=ok)
 
 
-@triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        "table_s", "plane", "plane_stride", "window", "site", "sites", "capacity", "numerator", "denominator",
+    ]
+)  # fmt: skip
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
-    bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
+    cuts, starts, fixes, weights, bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
     pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
-    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
+    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity, numerator, denominator,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
-    MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, KEPT_EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SPAN: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
     SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    SELECTS: tl.constexpr, SMALL: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
+    GATHER: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
-    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch.
+    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch. SELECTS: the last program
+    of a tile selects for its rows, as `triton_select.select_kernel` would, from `cuts` on to GATHER with what it takes.
     """
     start_early(PDL)
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -192,10 +211,15 @@ def attention_kernel(
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN
         if kept:
-            kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
+            line = (slot * sites + site) * HEADS + head0
+            kept_line = index + line * capacity
+            if KEPT_EARLY and ASSEMBLY:
+                ask_for(o_ref, line, D)
+                ask_for(c_ref, line, D)
             m, l, acc = attend_kept(
-                q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale,
-                cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
+                q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, keys, d, d_ok, pool_page, pool_token,
+                scale, cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION, SPAN,
+                KEPT_EARLY,
             )  # fmt: skip
         else:
             unit, m, l, acc = attend_span(
@@ -207,6 +231,7 @@ def attention_kernel(
             )  # fmt: skip
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
         PAIRS: tl.constexpr = SPAN > 1
+        merged = units <= (2 if PAIRS else 1)
         if units <= (2 if PAIRS else 1):
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
@@ -218,6 +243,7 @@ def attention_kernel(
             store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
+            merged = ticket == last
             if ticket == last:
                 tl.store(arrived + at_0, 0)
                 tl.debug_barrier()
@@ -233,3 +259,17 @@ def attention_kernel(
                     result = tl.where(l_1 > 0, acc_1 / l_1, 0.0)[None, :]  # [1, BD]
                     emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out, row_slot, mass,
                          o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
+        if SELECTS:
+            if merged:
+                tl.debug_barrier()
+                for i in range(R * width):
+                    head = head0 + i % width
+                    at = (row0 + i // width) * HEADS + head
+                    place = tl.load(row_slot + row0 + i // width).to(tl.int64) * sites + site
+                    select_row(
+                        scores + at * scores_s, tl.load(stats + at * 2), tl.load(stats + at * 2 + 1), cuts, starts,
+                        v_pool, base, table_row, index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights, at,
+                        head, tl.load(row_length + row0 + i // width), place, pool_page, pool_token, capacity,
+                        numerator, denominator, quantile, HEADS, D, PAGE, GUESSES, SLOTS, MIN_UNIT, MAX_UNITS, BN,
+                        SMALL, SHORT, SAMPLE, PIECE, GATHER, AHEAD, BD, FIRST, LAST, ASSEMBLY,
+                    )  # fmt: skip
