@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sparse_compile import cli
 from sparse_compile.cli import app, common
-from sparse_compile.models import tiny_model, tiny_tokenizer
+from sparse_compile.models import tiny_model
 from sparse_compile.passes.errors import UnsupportedModel
 
 Compiled = dict[str, Any]
@@ -286,15 +286,10 @@ def no_quality(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_demo(
-    fakes: Compiled,
-    no_quality: dict[str, float],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fakes: Compiled, no_quality: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", Path("nowhere"))
-    code, out, err = run(capsys, "demo", "--max-new-tokens", "3", "--json")
+    code, out, err = run(capsys, "demo", "--model", "tiny:ouro", "--max-new-tokens", "3", "--json")
     assert code == 0
-    assert "weights of the model 'demo' are not in this installation" in err
     value = json.loads(out)
     assert value["model"] == "tiny:ouro"
     assert value["quality"] == no_quality
@@ -312,15 +307,8 @@ def test_demo(
 
 
 def test_demo_shows_what_the_trained_model_writes(
-    fakes: Compiled,
-    no_quality: dict[str, float],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    fakes: Compiled, no_quality: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_model("ouro").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", tmp_path)
     code, out, err = run(capsys, "demo", "--max-new-tokens", "4")
     assert code == 0, err
     assert out.count("--- dense") == out.count("--- retention 0.25") == 3

@@ -52,9 +52,7 @@ class Run:
 
 
 def demo(
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model as for the other commands (default: demo).")
-    ] = None,
+    model: Annotated[str, typer.Option("--model", help="A model as for the other commands.")] = "demo",
     retention: common.Retention = "0.25",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
@@ -62,29 +60,17 @@ def demo(
     quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
-    """Rewrite a small looped model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
+    """Rewrite a small trained model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
 
     Exits with 1 unless retention 1.0 gives exactly the dense tokens, and both exactly those of transformers.
     """
     common.run_command(
-        lambda: _demo(model or _default(), retention, max_new_tokens, device, as_json),
+        lambda: _demo(model, retention, max_new_tokens, device, as_json),
         command=demo,
         as_json=as_json,
         debug=debug,
         quiet=quiet,
     )
-
-
-def _default() -> str:
-    common.import_libraries()
-    from sparse_compile.models import DEMO, demo_folder
-
-    try:
-        demo_folder()
-    except FileNotFoundError as error:
-        notes.note(f"{error}\nshowing tiny:ouro instead")
-        return "tiny:ouro"
-    return DEMO
 
 
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
