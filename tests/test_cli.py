@@ -285,9 +285,7 @@ def no_quality(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return found
 
 
-def test_demo(
-    fakes: Compiled, no_quality: dict[str, float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo(fakes: Compiled, no_quality: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "demo", "--model", "tiny:ouro", "--max-new-tokens", "3", "--json")
     assert code == 0
     value = json.loads(out)
