@@ -1,7 +1,7 @@
 """Quality of a model over retention and capture loop; `sparse-compile quality` with files for results and plots.
 
-    python -m benchmarks.quality --jobs 6                         # the demo model, on a GPU: benchmarks/results
-    python -m benchmarks.quality --jobs 6 --resume                # goes on where a run was cut off
+    python -m benchmarks.quality --jobs 8                         # the demo model, on a GPU: benchmarks/results
+    python -m benchmarks.quality --jobs 8 --resume                # goes on where a run was cut off
     python -m benchmarks.quality --model tiny:ouro --subset       # what a CPU measures in a minute
 
 The JSON also has a `subset`: a few texts and tasks that tests/test_quality.py measures again on the CPU. It is written
@@ -20,15 +20,22 @@ from typing import Any
 
 from sparse_compile.cli import common
 from sparse_compile.cli.quality import check_outputs, run_quality, show_quality
+from sparse_compile.models import DEMO
 from sparse_compile.quality.measure import SUBSET, Settings
 from sparse_compile.quality.sweep import SUBSET_SWEEP, Point, Sweep
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-SETTINGS = Settings(windows=32)
+SETTINGS = Settings(windows=32, generate_tokens=96)
 TEXTS_ON_CUDA = 50  # in one run: half of a task's samples. A CPU has less memory, and no launches to save
-OTHERS = (Point("0.1", 1, (("keep_first", 4), ("keep_last", 32))),)
-"""Points beside the grid: what options do where the grid loses most."""
+ALWAYS = (("keep_first", 4), ("keep_last", 32))
+OTHERS = (
+    Point("0.1", 0, ALWAYS),
+    Point("0.2", 0, ALWAYS),
+    Point("0.1", 1, ALWAYS),
+    Point(("0.05", "0.05", "0.05", "0.2"), 1),  # about the same mass in each layer
+)
+"""Points of the demo model beside the grid: what options win back where the grid loses, and at which retention."""
 
 
 def main() -> int:
@@ -50,8 +57,9 @@ def main() -> int:
     settings = SETTINGS
     if common.place(options.device).type == "cuda":
         settings = replace(SETTINGS, texts=TEXTS_ON_CUDA)
+    sweep = Sweep(others=OTHERS if options.model == DEMO else ())
     result = run_quality(
-        options.model, None, settings, Sweep(others=OTHERS), *how, out, program=program, known=known,
+        options.model, None, settings, sweep, *how, out, program=program, known=known,
         jobs=options.jobs, more={"subset": subset},
     )  # fmt: skip
     return show_quality(result, out, plots, as_json=False)

@@ -169,7 +169,7 @@ def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
     few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
     meter = Meter(ids, few, tasks=False)
     known = meter.dense(dense)
-    found = meter.measure(sparse, known)
+    (found,) = meter.measure([sparse], known)
     return {
         "dense_perplexity": float(known.forced.loss.double().mean().exp()),
         "sparse_perplexity": found.perplexity,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RETENTIONS = ("0.02", "0.05", "0.1", "0.2", "0.5", "1.0")
 CAPTURE_LOOPS = (0, 1)
-TOGETHER = 3  # points that are measured at once: they share their prompts, and are saved together
+TOGETHER = 2  # points that are measured at once: they share their prompts, and are saved together
 
 
 @dataclass(frozen=True)
