@@ -20,6 +20,7 @@ from typing import Any
 
 from sparse_compile.cli import common
 from sparse_compile.cli.quality import check_outputs, run_quality, show_quality
+from sparse_compile.errors import whole_number
 from sparse_compile.models import DEMO
 from sparse_compile.quality.measure import SUBSET, Settings
 from sparse_compile.quality.sweep import SUBSET_SWEEP, Point, Sweep
@@ -40,6 +41,7 @@ OTHERS = (
 
 def main() -> int:
     options = _parser().parse_args()
+    whole_number("jobs", options.jobs, 1)
     how = (options.dtype, options.device)
     program = "python -m benchmarks.quality"
     name = options.model.replace("/", "-").replace(":", "-")

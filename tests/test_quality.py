@@ -6,6 +6,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from sparse_compile import ArgumentError, sparse_compile
 from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.cli import app
+from sparse_compile.cli.quality import _load_quietly
 from sparse_compile.models import load_model, tiny_model
 from sparse_compile.quality.jobs import JobError, Jobs
 from sparse_compile.quality.measure import OPTIONS, SUBSET, Meter, Settings, quantile, windows_of
@@ -44,7 +46,7 @@ SWEEP = Sweep(("0.3", "1"), (1,), others=(Point("0.1", 0, (("keep_last", 3),)),)
 
 
 def tiny() -> Any:
-    return tiny_model("ouro", dtype=torch.float64, max_position_embeddings=256)
+    return tiny_model("ouro", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,7 @@ def result() -> dict[str, Any]:
     return found
 
 
-def load_tiny() -> tuple[Any, torch.Tensor, bool]:
-    """What a process that measures loads."""
-    return tiny(), TEXT, True
-
-
+@pytest.mark.slow
 def test_processes_and_resumed_runs_measure_the_same(
     result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +71,7 @@ def test_processes_and_resumed_runs_measure_the_same(
     def save(found: dict[str, Any]) -> None:
         saved.append(json.loads(json.dumps(found)))
 
-    with Jobs(2, load_tiny, SMALL) as jobs:
+    with Jobs(2, partial(_load_quietly, "tiny:ouro", "float64", "cpu", TEXT, True), SMALL) as jobs:
         found = measure_all(tiny(), TEXT, SMALL, SWEEP, True, save=save, measure=jobs.measure)
         with pytest.raises(
             JobError, match=r"retention 0\.1, capture loop 7 failed: ArgumentError: capture_loop=7"

@@ -66,8 +66,8 @@ class Jobs:
         for connection in list(self._processes)[: len(waiting)]:
             give(connection, known)
         while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
+            ready = wait(list(busy))
+            for connection in [one for one in busy if one in ready]:
                 message = self._receive(connection, busy[connection])
                 if isinstance(message, int):
                     done(message)
