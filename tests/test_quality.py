@@ -293,7 +293,28 @@ def test_calibrate_writes_what_compiles(tmp_path: Path) -> None:
     assert json.loads(planned.stdout)["settings"]["key_retention"].endswith(("by layer", "by layer)"))
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="benchmarks/results/quality-demo.json has not been made yet")
+made = pytest.mark.skipif(
+    not RESULTS.exists(), reason="benchmarks/results/quality-demo.json has not been made yet"
+)
+
+
+@made
+def test_the_committed_figures_are_whole_and_as_good_as_said() -> None:
+    """At a tenth of the keys, with the default capture loop: a point of the tasks and 1 % of perplexity at most."""
+    committed = json.loads(RESULTS.read_text())
+    dense, rows = committed["dense"], committed["rows"]
+    assert committed["complete"]
+    assert full_retention_is_dense(committed)
+    assert dense["recall_2k"] >= 0.95
+    assert dense["acceptance"]["1"] >= 0.5
+    assert dense["acceptance"]["2"] >= 0.75
+    default = {"retention": 0.1, "capture_loop": 1, "options": committed["options"]}
+    (row,) = [one for one in rows if default.items() <= one.items()]
+    assert row["task_mean"] >= dense["task_mean"] - 0.01
+    assert row["perplexity"] <= 1.01 * dense["perplexity"]
+
+
+@made
 @pytest.mark.slow
 def test_the_committed_figures_come_out_on_a_cpu() -> None:
     """The subset, on this CPU in float32. Tolerances: a device and a dtype round in their own ways, so near-ties fall
