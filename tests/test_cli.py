@@ -278,10 +278,12 @@ def test_check_program(
 
 @pytest.fixture
 def no_quality(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The fake engine has no pool to decode given text with."""
+    """The fake engine has no pool to decode given text with, and drafts nothing."""
     found = {"dense_perplexity": 3.0, "sparse_perplexity": 3.25, "agreement": 0.875, "tokens": 254.0}
     module = sys.modules["sparse_compile.cli.demo"]  # its name in the package is the command
     monkeypatch.setattr(module, "_quality", lambda *_: found)
+    drafts = {"draft_loops": 1, "num_draft_tokens": 4, "drafted": 8, "accepted": 6, "identical": True}
+    monkeypatch.setattr(module, "_drafts", lambda *_: drafts)
     return found
 
 
@@ -300,6 +302,9 @@ def test_demo(fakes: Compiled, no_quality: dict[str, float], capsys: pytest.Capt
     assert "exactly the tokens of transformers: verified" in out
     assert "perplexity 3.000 dense, 3.250 at retention 0.25" in out
     assert "87.5%" in out
+    assert (
+        "drafts of 1 loop, 4 rows a block: the same tokens as without; 75.0% of the drafts were kept" in out
+    )
     assert "---" not in out  # texts of a random model are noise
     assert "random weights" not in out  # the fake engine runs dense throughout
 
