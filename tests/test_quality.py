@@ -77,6 +77,10 @@ def test_processes_and_resumed_runs_measure_the_same(
             JobError, match=r"retention 0\.1, capture loop 7 failed: ArgumentError: capture_loop=7"
         ):
             list(jobs.measure([[Point("0.1", 7)]], None, lambda units: None))  # type: ignore[arg-type]
+        with pytest.raises(
+            JobError, match="process that measured retention 1, capture loop 1 ended with exit code"
+        ):
+            list(jobs.measure([[Point("1")]], None, lambda units: None))  # type: ignore[arg-type]
     assert found == result
     assert [one["complete"] for one in saved] == [False, True]
     assert saved[1] == result
