@@ -1,6 +1,6 @@
 # Each target works alone on a fresh machine: it makes the virtual environment first. Needs Python 3.11 or newer.
 #
-#   make demo    the whole story on a small looped model
+#   make demo    the whole story on a small trained model
 #   make test    the test suite (TESTS="tests/test_ouro.py -k gate" runs part of it)
 #   make lint    ruff check        make format   ruff format, in place
 #   make models  write docs/models.md: what each front end makes of each kind of model

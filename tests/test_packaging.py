@@ -84,6 +84,9 @@ def test_the_wheel_holds_every_module_and_the_type_marker(tmp_path: Path) -> Non
         for file in (ROOT / room).rglob("*.py"):
             assert (inside / file.relative_to(ROOT / room)).as_posix() in names
     assert "sparse_compile/py.typed" in names
+    demo = ROOT / "sparse_compile" / "models" / "demo"
+    assert {f"sparse_compile/models/demo/{file.name}" for file in demo.iterdir()} <= names
+    assert (demo / "model.safetensors").stat().st_size <= 16_000_000
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     assert any(name.endswith("dist-info/entry_points.txt") for name in names)
     assert all(name.startswith(("sparse_compile/", "sparse_compile-")) for name in names), "stray files"

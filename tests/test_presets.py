@@ -10,11 +10,9 @@ import torch
 from sparse_compile.models import (
     PRESETS,
     TINY_MODELS,
-    check_checkpoint,
     load_model,
     load_tokenizer,
     preset_config,
-    random_model,
     tiny_config,
     tiny_model,
     tiny_tokenizer,
@@ -150,17 +148,3 @@ def test_the_demo_model_without_its_weights_says_how_to_get_them(
             FileNotFoundError, match=r"weights of the model 'demo' are not in this .*train_demo"
         ):
             load("demo")
-
-
-def test_the_demo_model_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sparse_compile.models.presets.DEMO_FOLDER", tmp_path)
-    saved = random_model(
-        preset_config("demo", hidden_size=32, intermediate_size=32, head_dim=8), torch.bfloat16
-    )
-    saved.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    model = load_model("demo")
-    assert model.dtype == torch.bfloat16
-    assert all(torch.equal(t, saved.state_dict()[name]) for name, t in model.state_dict().items())
-    assert load_tokenizer("demo").padding_side == "left"
-    assert check_checkpoint("demo").ok

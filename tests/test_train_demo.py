@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -289,6 +290,7 @@ def test_what_is_exported_loads_and_its_card_has_the_figures(
     assert "| recall | " in found
     assert "PSF-2.0" in found
     assert found.count("python -m benchmarks.") == 2  # both runs
+    assert re.search("Not learned in this run: .*copy", found)  # in three steps
     assert "{" not in found
 
 

@@ -32,8 +32,9 @@ tags: [looped-transformer, byte-level]
 
 A small looped language model (Ouro architecture) for examples, tests and quality figures: {layers} layers that run
 {loops} times per token, {heads} heads of {head_dim}, hidden size {hidden}, {parameters:,} parameters, {context:,}
-positions; tokens are UTF-8 bytes. It continues Python sources and their documentation, and answers synthetic questions
-whose answer is far back. It knows nothing else: it is no assistant, and what it writes about the world is noise.
+positions; tokens are UTF-8 bytes. It continues Python sources and their documentation, and answers some kinds of
+synthetic questions whose answer is far back (see the figures). It knows nothing else: it is no assistant, and what it
+writes about the world is noise.
 
 ```python
 from sparse_compile import sparse_compile
@@ -76,7 +77,11 @@ The last column is how often a draft of so many loops is right when all before i
 | exact answers | {contexts} |
 |---|{rule}
 {tasks_table}
+
+{unlearned}
 """
+
+LEARNED = 0.1  # a task with fewer exact answers than this, at every length, has not been learned
 
 
 def export(run: Path, into: Path = PACKAGED, results: Path | None = None) -> str:
@@ -138,6 +143,7 @@ def card(state: State, log: list[dict[str, Any]], parameters: int) -> str:
         contexts=" | ".join(f"{context:,} bytes" for context in contexts),
         rule="---|" * len(contexts),
         tasks_table=_tasks_table(state.figures["tasks"], contexts),
+        unlearned=_unlearned(state.figures["tasks"], contexts),
     )
 
 
@@ -149,3 +155,12 @@ def _loops_table(figures: dict[str, Any]) -> str:
 def _tasks_table(accuracies: dict[str, float], contexts: list[int]) -> str:
     cells = {name: [f"{accuracies[f'{name}@{c}']:.1%}" for c in contexts] for name in TASK_SHARES}
     return "\n".join(f"| {name} | {' | '.join(values)} |" for name, values in cells.items())
+
+
+def _unlearned(accuracies: dict[str, float], contexts: list[int]) -> str:
+    """A sentence about the tasks that the model cannot do."""
+    best = {name: max(accuracies[f"{name}@{c}"] for c in contexts) for name in TASK_SHARES}
+    failed = [name for name, share in best.items() if share < LEARNED]
+    if not failed:
+        return "All tasks have been learned."
+    return f"Not learned in this run: {', '.join(failed)}. The answers there are guesses."

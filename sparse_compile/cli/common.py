@@ -267,7 +267,12 @@ def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -
     """Load and compile, with options that `check_named` has looked at."""
     model = load(name, dtype, device)
     with quiet_stdout():
-        from sparse_compile.api import sparse_compile
+        import torch
 
+        from sparse_compile.api import sparse_compile
+        from sparse_compile.models import DEMO
+
+        if name == DEMO and model.device.type == "cpu":
+            torch.set_num_threads(1)  # a step of a few rows takes longer when it is shared out
         notes.note(f"compiling {name} ...")
         return sparse_compile(model, progress=notes.bar_mode(), **options)

@@ -39,6 +39,7 @@ class Run:
     have.
     bytes_per_token: KV bytes that one decoding step reads at the full context, over all layers and loops, at
     most.
+    ids, texts: of the new tokens.
     """
 
     name: str
@@ -48,13 +49,12 @@ class Run:
     keys_read: int
     keys_dense: int
     bytes_per_token: int
+    ids: list[list[int]]
     texts: list[str]
 
 
 def demo(
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model as for the other commands (default: demo).")
-    ] = None,
+    model: Annotated[str, typer.Option("--model", help="A model as for the other commands.")] = "demo",
     retention: common.Retention = "0.25",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens per prompt.")] = 64,
     device: common.Device = "cpu",
@@ -62,29 +62,18 @@ def demo(
     quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
-    """Rewrite a small looped model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
+    """Rewrite a small trained model, show what changed, generate dense, at retention 1.0 and sparse, and measure both.
 
-    Exits with 1 unless retention 1.0 gives exactly the dense tokens, and both exactly those of transformers.
+    Exits with 1 unless retention 1.0 gives exactly the dense tokens, both exactly those of transformers, and the sparse
+    run exactly its own with drafts.
     """
     common.run_command(
-        lambda: _demo(model or _default(), retention, max_new_tokens, device, as_json),
+        lambda: _demo(model, retention, max_new_tokens, device, as_json),
         command=demo,
         as_json=as_json,
         debug=debug,
         quiet=quiet,
     )
-
-
-def _default() -> str:
-    common.import_libraries()
-    from sparse_compile.models import DEMO, demo_folder
-
-    try:
-        demo_folder()
-    except FileNotFoundError as error:
-        notes.note(f"{error}\nshowing tiny:ouro instead")
-        return "tiny:ouro"
-    return DEMO
 
 
 def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool) -> int:
@@ -116,16 +105,18 @@ def _demo(name: str, retention: str, new_tokens: int, device: str, as_json: bool
         _run(label, kept, compiled, settings, width, expected, tokenizer) for label, kept, compiled in kinds
     ]
     identical = runs[0].identical and runs[1].identical
+    drafts = _drafts(sparse, settings, width, runs[-1])
     quality = _quality(kinds[0][2], sparse, tokenizer)
     if as_json:
         result = {"model": name, "identical": identical, "runs": [asdict(run) for run in runs]}
-        common.print_json({**result, "quality": quality, "report": report.to_dict()})
+        common.print_json({**result, "drafts": drafts, "quality": quality, "report": report.to_dict()})
     else:
         if not name.startswith("tiny:"):
             _show_texts(tokenizer.batch_decode(inputs["input_ids"], skip_special_tokens=True), runs)
         _show(name, runs, identical, width + new_tokens)
+        _show_drafts(drafts)
         _show_quality(retention, quality)
-    return common.OK if identical else common.DIFFERENCES
+    return common.OK if identical and drafts["identical"] else common.DIFFERENCES
 
 
 def _inputs(name: str) -> tuple[Any, dict[str, Any]]:
@@ -165,8 +156,24 @@ def _run(
         keys_read=sum(one.decode_keys_read for one in output.metrics),
         keys_dense=sum(one.decode_keys_dense for one in output.metrics),
         bytes_per_token=compiled.report((output.sequences.shape[1],)).reads[0].sparse_bytes,
+        ids=output.sequences[:, width:].tolist(),
         texts=tokenizer.batch_decode(output.sequences[:, width:]),
     )
+
+
+def _drafts(sparse: Any, settings: dict[str, Any], width: int, plain: Run) -> dict[str, Any]:
+    """The sparse run again, in blocks that the first loop drafts. identical: the tokens are those without drafts."""
+    from sparse_compile.speculation import SpeculationConfig
+
+    config = SpeculationConfig()
+    output = sparse.generate(**settings, speculation=config, return_dict_in_generate=True)
+    return {
+        "draft_loops": config.draft_loops,
+        "num_draft_tokens": config.num_draft_tokens,
+        "drafted": sum(one.drafted_tokens for one in output.metrics),
+        "accepted": sum(one.accepted_tokens for one in output.metrics),
+        "identical": output.sequences[:, width:].tolist() == plain.ids,
+    }
 
 
 def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
@@ -183,7 +190,7 @@ def _quality(dense: Any, sparse: Any, tokenizer: Any) -> dict[str, float]:
     few = Settings(windows=2, window=512, prompt=384, generate_prompts=0, texts=2, rows=256)
     meter = Meter(ids, few, tasks=False)
     known = meter.dense(dense)
-    found = meter.measure(sparse, known)
+    (found,) = meter.measure([sparse], known)
     return {
         "dense_perplexity": float(known.forced.loss.double().mean().exp()),
         "sparse_perplexity": found.perplexity,
@@ -203,6 +210,14 @@ def _show_texts(prompts: list[str], runs: list[Run]) -> None:
             console.print(Text(f"--- {run.name}", style="bold"))
             console.print(Text(run.texts[number]))
         console.print()
+
+
+def _show_drafts(drafts: dict[str, Any]) -> None:
+    loops = f"{drafts['draft_loops']} loop" + "s" * (drafts["draft_loops"] != 1)
+    share = drafts["accepted"] / max(1, drafts["drafted"])
+    same = "the same tokens as without" if drafts["identical"] else "other tokens than without"
+    rows = f"{drafts['num_draft_tokens']} rows a block"
+    common.console().print(f"with drafts of {loops}, {rows}: {same}; {share:.1%} of the drafts were kept")
 
 
 def _show_quality(retention: str, quality: dict[str, float]) -> None:

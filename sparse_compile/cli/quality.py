@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +81,7 @@ def quality(
             tuple(options.items()),
         )
         check_outputs(out, plots)
-        result = run_quality(model, text, replace(settings, **given), sweep, dtype, device)
+        result = run_quality(model, text, replace(settings, **given), sweep, dtype, device, out)
         return show_quality(result, out, plots, as_json)
 
     common.run_command(body, command=quality, as_json=as_json, debug=debug, quiet=quiet)
@@ -92,31 +94,63 @@ def run_quality(
     sweep: Any,
     dtype: str,
     device: str,
+    out: Path | None = None,
+    *,
     program: str = "sparse-compile",
+    known: dict[str, Any] | None = None,
+    jobs: int = 1,
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Load, compile and measure, with progress on stderr. program: what the command line begins with."""
+    """Load, compile and measure, with progress on stderr.
+
+    out: written whenever rows have come in. program: what the command line begins with. known: an earlier result to go
+    on with. jobs: processes that measure at once. more: what stands in the result beside the figures.
+    """
     data = read_text(text)
     common.import_libraries()
+    from sparse_compile.quality.jobs import Jobs
     from sparse_compile.quality.measure import check_lengths, windows_of
-    from sparse_compile.quality.sweep import measure_all, point_options
+    from sparse_compile.quality.sweep import measure_all
 
-    seen = common.check_named(name, *point_options(sweep))
+    seen = common.check_named(name, *(point.compile_options() for point in sweep.points))
     ids, is_bytes = _ids(name, data)
     windows_of(ids, settings.windows, settings.window)
     if seen is not None:
         check_lengths(seen, settings.window, settings.task_contexts if is_bytes else ())
     if not is_bytes:
         notes.note("the tasks are left out: they are made of bytes, and this model does not read bytes")
-    loaded = common.load(name, dtype, device)
-    notes.note(f"measuring {name} ...")
-    with common.quiet_stdout(), _progress("measuring") as bar:
-        result = measure_all(loaded, ids, settings, sweep, is_bytes, bar.update)
-    return {
-        "source": name,
-        "text": text or "held-out text of sparse_compile",
-        **result,
-        "command": " ".join([program, *sys.argv[1:]]),
-    }
+    head = {"source": name, "text": text or "held-out text of sparse_compile"}
+    tail = {"command": " ".join([program, *sys.argv[1:]]), **(more or {})}
+
+    def save(result: dict[str, Any]) -> None:
+        if out is not None:
+            _write({**head, **result, **tail}, out)
+
+    load = partial(_load_quietly, name, dtype, device, ids, is_bytes)
+    with Jobs(jobs, load, settings) if jobs > 1 else nullcontext() as others:
+        loaded = common.load(name, dtype, device)
+        notes.note(f"measuring {name} ...")
+        with common.quiet_stdout(), _progress("measuring") as bar:
+            result = measure_all(
+                loaded, ids, settings, sweep, is_bytes, bar.update, known=known, save=save,
+                measure=None if others is None else others.measure,
+            )  # fmt: skip
+    return {**head, **result, **tail}
+
+
+def _load_quietly(
+    name: str, dtype: str, device: str, ids: Tensor, is_bytes: bool
+) -> tuple[Any, Tensor, bool]:
+    """What a process that measures needs; it has nothing to say while it loads."""
+    with notes.quietly(True):
+        return common.load(name, dtype, device), ids, is_bytes
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    """In one piece: who stops in the middle of it leaves the file as it was."""
+    partial_file = out.with_name(out.name + ".part")
+    partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial_file.replace(out)
 
 
 def check_outputs(out: Path | None, plots: Path | None) -> None:
@@ -139,7 +173,7 @@ def show_quality(result: dict[str, Any], out: Path | None, plots: Path | None, a
     from sparse_compile.quality.view import plot, render
 
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        _write(result, out)
     for path in plot(result, plots) if plots is not None else ():
         notes.note(f"wrote {path}")
     if as_json:

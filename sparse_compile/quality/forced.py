@@ -4,13 +4,15 @@ A decode row writes its keys and values, captures and consumes; it knows of earl
 every attention call the keys of all rows are written before any row attends. So rows of one text need not wait for each
 other: many go through the program in one run, each with a slot of its own, and compute what decoding them one after the
 other computes. (Verification of drafts runs rows in the same way.)
+
+Prompts are dense under every schedule: what is measured of several compiled forms of one model shares them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +25,11 @@ from sparse_compile.runtime.plan import RowPlan, Segment
 if TYPE_CHECKING:
     from sparse_compile.compiled import CompiledModel
     from sparse_compile.kernels.retention import Retention
+    from sparse_compile.runtime.engine import Engine
+    from sparse_compile.runtime.kv_pool import KVPool
 
 PROMPT_ROWS = 8192  # of one run
+_Run = tuple[int, list[Segment], RowPlan]  # the number of its first row; its rows, twice
 
 
 @dataclass(frozen=True)
@@ -54,32 +59,78 @@ class Part:
 
     loops: what the head makes of so many loops, in place of all. dense_rows: so many rows behind the prompt are dense
     as well, like the last one of a prompt, whose logits give the first new token. retention: in place of the
-    program's own, which must not be smaller.
+    program's own, which must not be smaller. model: which of the compiled models decodes.
     """
 
     start: int
     loops: int | None = None
     dense_rows: int = 0
     retention: Retention | None = None
+    model: int = 0
+
+
+class _Lane:
+    """What one of the compiled models needs beside the pool: its program over it, and a slot for each row of a run.
+
+    A run overwrites what the last one left in the slots: a lease is for the row of a run, not for a token. Leases of a
+    new store are the slots 1 to `rows`, so that plans serve the rows of every lane that has slots.
+    """
+
+    def __init__(self, compiled: CompiledModel, engine: Engine, pool: KVPool, rows: int) -> None:
+        self.store = engine.store
+        self.executor = Executor(compiled.program, pool, self.store)
+        self.dense_below = compiled.sparse_config.dense_below or 0
+        store = self.store
+        self.leases = [] if store is None else [store.acquire("text", number) for number in range(rows)]
+
+    def mass(self, segments: Sequence[Segment]) -> Tensor | None:
+        """float32 [rows, sites, heads]: of the rows that have just run; 1 for dense ones, which keep all."""
+        if self.store is None:
+            return None
+        slots = torch.tensor([one.lease.slot if one.lease else 0 for one in segments])
+        slots = slots.to(self.store.mass.device)
+        return torch.where((slots > 0)[:, None, None], self.store.mass[slots], 1.0).float()
+
+    def close(self) -> None:
+        """Gives the slots back and checks that nothing is left."""
+        if self.store is None:
+            return
+        for lease in self.leases:
+            self.store.retire(lease)
+        self.store.collect(wait=True)
+        self.store.check_integrity()
 
 
 class TeacherForcing:
     """Runs texts of up to `context` tokens through `compiled`, `texts` at a time, `rows` decode rows in one run.
 
-    It has pools of its own, on the model's device; `close` gives them back.
+    compiled: one model, compiled in one way or in several; see `Part.model`. Pools are its own, on the model's device;
+    `close` gives them back.
     """
 
-    def __init__(self, compiled: CompiledModel, context: int, texts: int = 16, rows: int = 1024) -> None:
-        page = compiled.sparse_config.page_size
+    def __init__(
+        self,
+        compiled: CompiledModel | Sequence[CompiledModel],
+        context: int,
+        texts: int = 16,
+        rows: int = 1024,
+    ) -> None:
+        models = compiled if isinstance(compiled, Sequence) else [compiled]
+        page = models[0].sparse_config.page_size
         self.context, self.texts = context, texts
         self.rows = max(rows, texts)
-        self.dense_below = compiled.sparse_config.dense_below or 0
-        self.engine = compiled.serve(self.rows, context, pool_tokens=texts * -(-context // page) * page)
-        self.executor = Executor(compiled.program, self.engine.pool, self.engine.store)
-        store = self.engine.store
-        self.leases: list[Lease] = []
-        if store is not None:
-            self.leases = [store.acquire("text", number) for number in range(self.rows)]
+        tokens = [
+            texts * -(-context // page) * page,
+            *(page for _ in models[1:]),
+        ]  # one pool serves all of them
+        engines = [
+            one.serve(self.rows, context, pool_tokens=pool) for one, pool in zip(models, tokens, strict=True)
+        ]
+        self.engine = engines[0]
+        self.lanes = [
+            _Lane(one, engine, self.engine.pool, self.rows)
+            for one, engine in zip(models, engines, strict=True)
+        ]
 
     def run(
         self, ids: Tensor, parts: Sequence[Part], done: Callable[[int], object] = lambda texts: None
@@ -104,11 +155,9 @@ class TeacherForcing:
         return [_join(chunks) for chunks in found]
 
     def close(self) -> None:
-        """Gives the slots back and checks that nothing is left."""
-        if self.engine.store is not None:
-            for lease in self.leases:
-                self.engine.store.retire(lease)
-            self.engine.store.collect(wait=True)
+        """Gives back what was taken and checks that nothing is left."""
+        for lane in self.lanes:
+            lane.close()
         self.engine.check_integrity()
 
     def _chunk(self, ids: Tensor, parts: Sequence[Part]) -> Iterator[Forced]:
@@ -116,40 +165,40 @@ class TeacherForcing:
         texts = ids.tolist()
         with self._seated(len(texts), ids.shape[1]) as seats:
             ready = 0  # tokens whose keys and values are those of a prompt
+            made: dict[
+                tuple[int, int, bool], list[_Run]
+            ] = {}  # parts whose rows are the same share their plans
             for part in parts:
                 if ready < part.start:
                     for plan in self._prompts(texts, part.start, seats, ready):
-                        self.executor.prefill(plan)
+                        self.lanes[0].executor.prefill(plan)
                 ready = part.start
-                yield self._decode(ids, texts, part, seats)
+                lane = self.lanes[part.model]
+                sparse_from = max(part.start + part.dense_rows, lane.dense_below - 1)
+                kind = (part.start, sparse_from, bool(lane.leases))
+                if kind not in made:
+                    made[kind] = list(self._decode_rows(texts, part.start, sparse_from, lane.leases, seats))
+                yield self._decode(ids, part, lane, made[kind])
 
-    def _decode(self, ids: Tensor, texts: list[list[int]], part: Part, seats: list[int]) -> Forced:
+    def _decode(self, ids: Tensor, part: Part, lane: _Lane, runs: Sequence[_Run]) -> Forced:
         wanted = ids[:, part.start + 1 :].cpu()
         targets = wanted.flatten().to(self.engine.pool.device)
         best, loss, mass = [], [], []
-        for first, segments in self._decode_rows(texts, part, seats):
-            plan = self.engine.plans.build(segments, loops=part.loops)
-            logits = self.executor.force(plan, part.retention).float()
+        for first, segments, plan in runs:
+            logits = lane.executor.force(replace(plan, loops=part.loops), part.retention).float()
             best.append(logits.argmax(-1))
             target = targets[first : first + len(segments)]
             loss.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
-            if part.loops is None and self.engine.store is not None:
-                mass.append(self._mass(segments))
-        kept = torch.cat(mass).cpu().unflatten(0, wanted.shape) if mass else None
+            kept = lane.mass(segments) if part.loops is None else None
+            if kept is not None:
+                mass.append(kept)
         return Forced(
             part.start,
             wanted,
             torch.cat(best).cpu().view(wanted.shape),
             torch.cat(loss).cpu().view(wanted.shape),
-            kept,
+            torch.cat(mass).cpu().unflatten(0, wanted.shape) if mass else None,
         )
-
-    def _mass(self, segments: Sequence[Segment]) -> Tensor:
-        """float32 [rows, sites, heads]: of the rows that have just run; 1 for dense ones, which keep all."""
-        store = self.engine.store
-        assert store is not None
-        slots = torch.tensor([one.lease.slot if one.lease else 0 for one in segments]).to(store.mass.device)
-        return torch.where((slots > 0)[:, None, None], store.mass[slots], 1.0).float()
 
     @contextmanager
     def _seated(self, texts: int, width: int) -> Iterator[list[int]]:
@@ -175,33 +224,20 @@ class TeacherForcing:
                 )
 
     def _decode_rows(
-        self, texts: list[list[int]], part: Part, seats: list[int]
-    ) -> Iterator[tuple[int, list[Segment]]]:
-        """(number of the first row, segments) of each run; the rows of a text are in order."""
+        self, texts: list[list[int]], start: int, sparse_from: int, leases: Sequence[Lease], seats: list[int]
+    ) -> Iterator[_Run]:
+        """The runs that take all tokens behind `start`; the rows of a text are in order."""
         rows = [
             (text[position], position, seat)
             for text, seat in zip(texts, seats, strict=True)
-            for position in range(part.start, len(text) - 1)
+            for position in range(start, len(text) - 1)
         ]
-        sparse_from = max(part.start + part.dense_rows, self.dense_below - 1)
         for first in range(0, len(rows), self.rows):
-            group = rows[first : first + self.rows]
-            leases = self._renewed([position for _, position, _ in group])
-            yield (
-                first,
-                [
-                    _row(token, position, seat, lease if position >= sparse_from else None)
-                    for (token, position, seat), lease in zip(group, leases, strict=True)
-                ],
-            )
-
-    def _renewed(self, positions: list[int]) -> list[Lease] | list[None]:
-        """A slot for each of these rows; None where the program has no store."""
-        store = self.engine.store
-        if store is None:
-            return [None] * len(positions)
-        self.leases[: len(positions)] = store.renew_all(self.leases[: len(positions)], positions)
-        return self.leases[: len(positions)]
+            segments = [
+                _row(token, position, seat, leases[number] if leases and position >= sparse_from else None)
+                for number, (token, position, seat) in enumerate(rows[first : first + self.rows])
+            ]
+            yield first, segments, self.engine.plans.build(segments)
 
 
 def _row(token: int, position: int, seat: int, lease: Lease | None) -> Segment:

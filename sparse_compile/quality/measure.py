@@ -166,35 +166,54 @@ class Meter:
 
     def dense(self, compiled: CompiledModel) -> Dense:
         """What later models are compared with."""
-        runner = self._runner(compiled)
+        runner = self._runner([compiled])
         (forced,) = runner.run(self.windows, [Part(self.settings.prompt)], self.done)
         runner.close()
         return Dense(forced, self._generated(compiled) if len(self.prompts) else None)
 
-    def measure(self, compiled: CompiledModel, dense: Dense) -> Quality:
-        runner, start = self._runner(compiled), self.settings.prompt
-        parts = [Part(start), *(Part(start, loops) for loops in self._draft_loops(compiled))]
-        forced, *drafts = runner.run(self.windows, parts, self.done)
-        found = Quality(
-            perplexity=float(forced.loss.double().mean().exp()),
-            agreement=float((forced.best == dense.forced.best).double().mean()),
-            exact=torch.equal(forced.best, dense.forced.best) and torch.equal(forced.loss, dense.forced.loss),
-        )
-        self._add_mass(found, compiled, forced)
-        for loops, draft in enumerate(drafts, start=1):
-            found.acceptance[loops] = float((draft.best == forced.best).double().mean())
+    def measure(self, models: Sequence[CompiledModel], dense: Dense) -> list[Quality]:
+        """Of one model, compiled in several ways: prompts are computed once for all of them."""
+        runner = self._runner(models)
+        found = self._of_windows(runner, models, dense.forced)
         for asked in self.asked:
             self._add_task(found, runner, asked)
         runner.close()
+        del runner  # the engines that generate need its memory
         if dense.generated is not None:
-            self._add_generated(found, compiled, dense.generated)
+            for quality, compiled in zip(found, models, strict=True):
+                self._add_generated(quality, compiled, dense.generated)
         return found
 
-    def _runner(self, compiled: CompiledModel) -> TeacherForcing:
+    def _runner(self, models: Sequence[CompiledModel]) -> TeacherForcing:
         contexts = self.settings.task_contexts if self.asked else ()
         return TeacherForcing(
-            compiled, max(self.settings.window, *contexts, 0), self.settings.texts, self.settings.rows
+            models, max(self.settings.window, *contexts, 0), self.settings.texts, self.settings.rows
         )
+
+    def _of_windows(
+        self, runner: TeacherForcing, models: Sequence[CompiledModel], dense: Forced
+    ) -> list[Quality]:
+        """What held-out text says of each model."""
+        start, drafts = self.settings.prompt, [list(self._draft_loops(one)) for one in models]
+        parts = [
+            Part(start, loops, model=number)
+            for number, of_model in enumerate(drafts)
+            for loops in (None, *of_model)
+        ]
+        made = iter(runner.run(self.windows, parts, self.done))
+        found = []
+        for compiled, of_model in zip(models, drafts, strict=True):
+            forced = next(made)
+            quality = Quality(
+                perplexity=float(forced.loss.double().mean().exp()),
+                agreement=float((forced.best == dense.best).double().mean()),
+                exact=torch.equal(forced.best, dense.best) and torch.equal(forced.loss, dense.loss),
+            )
+            self._add_mass(quality, compiled, forced)
+            for loops in of_model:
+                quality.acceptance[loops] = float((next(made).best == forced.best).double().mean())
+            found.append(quality)
+        return found
 
     def _add_mass(self, found: Quality, compiled: CompiledModel, forced: Forced) -> None:
         if forced.mass is None:
@@ -206,15 +225,19 @@ class Meter:
         found.mass_mean = float(rows.mean())
         found.mass_p5 = float(quantile(rows.flatten()[:, None], LOW))
 
-    def _add_task(self, found: Quality, runner: TeacherForcing, asked: TaskSamples) -> None:
-        """With the question decoded, and with a prompt that is dense to its end."""
+    def _add_task(self, found: Sequence[Quality], runner: TeacherForcing, asked: TaskSamples) -> None:
+        """With a prompt that is dense to its end, and with the question decoded."""
         ids = torch.cat((asked.prompt_ids, asked.answer_ids), 1)
         width = asked.answers.shape[1]
         end, question = ids.shape[1] - width, self.settings.question
-        parts = [Part(end - 1, dense_rows=1), Part(end - max(question, 1), dense_rows=int(not question))]
-        for forced, tasks in zip(
-            runner.run(ids, parts, self.done), (found.tasks_prompt_dense, found.tasks), strict=True
-        ):
+        places = [(end - 1, 1), (end - max(question, 1), int(not question))]
+        parts = [
+            Part(start, dense_rows=dense, model=number)
+            for start, dense in places  # the longer prompts first: the shorter ones are parts of them
+            for number in range(len(found))
+        ]
+        tables = [*(one.tasks_prompt_dense for one in found), *(one.tasks for one in found)]
+        for tasks, forced in zip(tables, runner.run(ids, parts, self.done), strict=True):
             right = forced.right[:, -width:].all(-1)
             tasks.setdefault(asked.name, {})[ids.shape[1]] = float(right.double().mean())
 

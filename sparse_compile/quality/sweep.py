@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -17,42 +19,87 @@ from torch import Tensor
 from sparse_compile.api import sparse_compile
 from sparse_compile.compile import arguments_of_options, pass_options
 from sparse_compile.config import AUTO, SparseConfig
+from sparse_compile.errors import ArgumentError, SparseCompileError
 from sparse_compile.passes.schedule import schedule_sites
-from sparse_compile.quality.measure import OPTIONS, Meter, Settings, check_lengths
+from sparse_compile.quality.measure import OPTIONS, Dense, Done, Meter, Settings, check_lengths
 
 if TYPE_CHECKING:
     from sparse_compile.compiled import CompiledModel
 
 RETENTIONS = ("0.02", "0.05", "0.1", "0.2", "0.5", "1.0")
 CAPTURE_LOOPS = (0, 1)
+TOGETHER = 2  # points that are measured at once: they share their prompts, and are saved together
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of compiling: the retention, of all layers or of each, the capture loop, and further `options`."""
+
+    retention: str | tuple[str, ...]
+    capture_loop: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        kept = self.retention if isinstance(self.retention, str) else "[" + ", ".join(self.retention) + "]"
+        others = "".join(f", {name}={value}" for name, value in self.options)
+        return f"retention {kept}, capture loop {self.capture_loop}{others}"
+
+    def compile_options(self) -> dict[str, Any]:
+        """Options of `sparse_compile`. A calibration is for "auto" alone."""
+        given = dict(self.options)
+        if self.retention != AUTO:
+            given = {name: one for name, one in given.items() if name not in ("calibration", "target_mass")}
+        return {**OPTIONS, **given, "key_retention": self.retention, "capture_loop": self.capture_loop}
+
+    def head(self) -> dict[str, Any]:
+        """What a row of the JSON says of where it was measured."""
+        kept = self.retention
+        number = [_number(one) for one in kept] if isinstance(kept, tuple) else _number(kept)
+        return {
+            "retention": number,
+            "capture_loop": self.capture_loop,
+            "options": _plain(dict(self.options)),
+        }
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is compared with the dense model: each retention with each capture loop, with further `options`."""
+    """What is compared with the dense model: each retention with each capture loop, with further `options`; and
+    `others`, with the same options beside their own.
+    """
 
     retentions: tuple[str, ...] = RETENTIONS
     capture_loops: tuple[int, ...] = CAPTURE_LOOPS
     options: tuple[tuple[str, Any], ...] = ()
+    others: tuple[Point, ...] = ()
 
     @property
-    def points(self) -> list[tuple[str, int]]:
-        return [(retention, loop) for loop in self.capture_loops for retention in self.retentions]
+    def points(self) -> list[Point]:
+        grid = [Point(kept, loop, self.options) for loop in self.capture_loops for kept in self.retentions]
+        shared = dict(self.options)
+        return grid + [
+            replace(one, options=tuple((shared | dict(one.options)).items())) for one in self.others
+        ]
 
 
 SUBSET_SWEEP = Sweep(retentions=("0.1", "1.0"), capture_loops=(1,))
 """What goes with the settings of the same name."""
 
+Rows = dict[Point, dict[str, Any]]
+Measure = Callable[[Sequence[Sequence[Point]], Dense, Done], Iterator[Rows]]
 
-def point_options(sweep: Sweep) -> list[dict[str, Any]]:
-    """Options of `sparse_compile` at each point of the sweep."""
-    return [_options(sweep, retention, capture_loop) for retention, capture_loop in sweep.points]
+
+class PointError(SparseCompileError, RuntimeError):
+    """Points of a sweep could not be measured. The message names them, and says why."""
+
+    def __init__(self, points: Sequence[Point], reason: str) -> None:
+        super().__init__(f"measuring {'; or '.join(map(str, points))} failed: {reason}")
 
 
 def check_points(compiled: CompiledModel, sweep: Sweep) -> None:
     """Raises ArgumentError for a point of the sweep that this model has not, before the first one is measured."""
-    for options in point_options(sweep):
-        config = SparseConfig.from_options(**options)
+    for point in sweep.points:
+        config = SparseConfig.from_options(**point.compile_options())
         with arguments_of_options():
             schedule_sites(compiled.program.sites, pass_options(config, compiled.device))
 
@@ -64,10 +111,18 @@ def measure_all(
     sweep: Sweep,
     tasks: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    *,
+    known: dict[str, Any] | None = None,
+    save: Callable[[dict[str, Any]], object] = lambda result: None,
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """The figures of a model: conditions, the dense model's, and a row for each point of the sweep.
 
     text: token ids. tasks: whether the model reads bytes as the synthetic tasks do. progress: told (done, total).
+    known: an earlier result, perhaps not complete, whose rows are taken over. save: given the result whenever rows have
+    come in; "complete" says whether all are there. measure: measures groups of points in place of this process.
+
+    Raises PointError, which names the points, for whatever happens while points are measured.
     """
     state = {"done": 0, "total": 0}
 
@@ -80,32 +135,80 @@ def measure_all(
     dense_options = {**OPTIONS, "implementation": dict(sweep.options).get("implementation", "auto")}
     compiled = sparse_compile(model, **dense_options, enabled=False)
     check_points(compiled, sweep)
-    state["total"] = (1 + len(sweep.points)) * meter.units(compiled) + len(meter.windows)
+    points = sweep.points
+    result = {
+        **conditions(model),
+        "settings": _plain(asdict(settings)),
+        "options": _plain(dict(sweep.options)),
+    }
+    rows = _known_rows(known, result, points)
+    missing = [point for point in points if point not in rows]
+    state["total"] = (1 + len(missing)) * meter.units(compiled) + len(meter.windows)
     state["total"] += int(len(meter.prompts) > 0)
     dense = meter.dense(compiled)
-    result = {**conditions(model), "settings": asdict(settings), "options": dict(sweep.options)}
-    result["dense"] = meter.measure(compiled, dense).to_dict()
+    result["dense"] = _plain(meter.measure([compiled], dense)[0].to_dict())
     del compiled
-    result["rows"] = []
-    for retention, capture_loop in sweep.points:
-        compiled = sparse_compile(model, **_options(sweep, retention, capture_loop), validate=False)
-        row = {
-            "retention": _number(retention),
-            "capture_loop": capture_loop,
-            "kept": compiled.sparse_config.retention_text,
-        }
-        result["rows"].append(row | meter.measure(compiled, dense).to_dict())
-        del compiled
-        gc.collect()  # engines refer to themselves, and the next one needs their memory
-    return result
+    groups = [missing[first : first + TOGETHER] for first in range(0, len(missing), TOGETHER)]
+    for made in (measure or partial(_measure_here, model, meter))(groups, dense, done):
+        rows |= made
+        save(_result(result, rows, points))
+    return _result(result, rows, points)
 
 
-def _options(sweep: Sweep, retention: str, capture_loop: int) -> dict[str, Any]:
-    """Options of `sparse_compile` at a point of the sweep. A calibration is for "auto" alone."""
-    given = dict(sweep.options)
-    if retention != AUTO:
-        given = {name: value for name, value in given.items() if name not in ("calibration", "target_mass")}
-    return {**OPTIONS, **given, "key_retention": retention, "capture_loop": capture_loop}
+def _result(result: dict[str, Any], rows: Rows, points: Sequence[Point]) -> dict[str, Any]:
+    """With the rows that there are, in the order of the points."""
+    there = [rows[point] for point in points if point in rows]
+    return {**result, "complete": len(there) == len(points), "rows": there}
+
+
+def _measure_here(
+    model: Any, meter: Meter, groups: Sequence[Sequence[Point]], dense: Dense, done: Done
+) -> Iterator[Rows]:
+    for group in groups:
+        yield measure_points(model, meter, group, dense)
+
+
+def measure_points(model: Any, meter: Meter, points: Sequence[Point], dense: Dense) -> Rows:
+    """Points that share their prompts. Raises PointError."""
+    compiled = []
+    at: Sequence[Point] = points
+    try:
+        for point in points:
+            at = [point]
+            compiled.append(sparse_compile(model, **point.compile_options(), validate=False))
+        at = points
+        found = meter.measure(compiled, dense)
+    except Exception as error:
+        raise PointError(at, f"{type(error).__name__}: {error}") from error
+    rows = {
+        point: _plain({**point.head(), "kept": one.sparse_config.retention_text, **quality.to_dict()})
+        for point, one, quality in zip(points, compiled, found, strict=True)
+    }
+    del compiled
+    gc.collect()  # engines refer to themselves, and the next ones need their memory
+    return rows
+
+
+def _known_rows(known: dict[str, Any] | None, result: dict[str, Any], points: Sequence[Point]) -> Rows:
+    """The points that an earlier result has. Raises ArgumentError where that was measured in another way."""
+    if known is None:
+        return {}
+    for name, value in result.items():
+        if known.get(name) != value:
+            limit = f"the file to go on with has {name}={known.get(name)!r:.200}"
+            raise ArgumentError(name, value, limit, "measure in the same way, or start again without resume")
+    heads = [(point, _plain(point.head())) for point in points]
+    return {
+        point: row
+        for point, head in heads
+        for row in known["rows"]
+        if all(row[name] == value for name, value in head.items())
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back, so that rows of an earlier run and new ones are alike."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _number(retention: str) -> float | str:

@@ -87,15 +87,20 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _numbered(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one retention for all layers."""
-    return [row for row in result["rows"] if not isinstance(row["retention"], str)]
+    """The rows of the grid: one retention for all layers, and the options that all points have."""
+    return [row for row in result["rows"] if _is_number(row) and row["options"] == result["options"]]
+
+
+def _is_number(row: dict[str, Any]) -> bool:
+    return isinstance(row["retention"], int | float)
 
 
 def _name(row: dict[str, Any]) -> tuple[str, str]:
     if "retention" not in row:
         return "dense", ""
-    kept = row["retention"]
-    return kept if isinstance(kept, str) else f"{kept:g}", str(row["capture_loop"])
+    always = any(row["options"].get(name) for name in ("keep_first", "keep_last"))
+    kept = f"{row['retention']:g}" if _is_number(row) and not always else row["kept"]
+    return kept, str(row["capture_loop"])
 
 
 def _number(figure: str, value: float | None) -> str:
