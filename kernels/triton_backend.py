@@ -152,6 +152,7 @@ def _attend(
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
+    gate = a.q if a.gate is None else a.gate
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
@@ -160,11 +161,12 @@ def _attend(
         scratch.guess_acc, scratch.guess_stats,
         bias, sink, bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0, sink.stride(0), sink.stride(1),
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        gate, *gate.stride(),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, _quantile(retention), a.window,
         s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
-        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None,
+        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None, HAS_GATE=a.gate is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
