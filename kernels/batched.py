@@ -120,7 +120,8 @@ def _gated(attention: Attention, rows: Tensor, result: Tensor) -> Tensor:
     """sigmoid(gate) * result [..., H, D] of rows int64 [...], where there is a gate; inactive rows stay zero."""
     if attention.gate is None:
         return result
-    share = torch.sigmoid(attention.gate[rows].to(result.dtype))
+    # How a sigmoid is computed on the CPU may follow from where its operand lies in memory.
+    share = torch.sigmoid(attention.gate[rows].to(result.dtype).contiguous())
     active = attention.row_length[rows] > 0
     return torch.where(active[..., None, None], share * result, result)
 

@@ -75,7 +75,8 @@ def _gated(attention: Attention, row: int, result: Tensor) -> Tensor:
     """sigmoid(gate) * result [H, D], in the dtype of the result, where there is a gate and the row sees a key."""
     if attention.gate is None or int(attention.row_length[row]) == 0:
         return result
-    return torch.sigmoid(attention.gate[row].to(result.dtype)) * result
+    # How a sigmoid is computed on the CPU may follow from where its operand lies in memory.
+    return torch.sigmoid(attention.gate[row].to(result.dtype).contiguous()) * result
 
 
 def _dense_row(attention: Attention, row: int, dtype: torch.dtype | None) -> Tensor:

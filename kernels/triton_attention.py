@@ -94,7 +94,8 @@ def emit(
             tl.store(stats + at * 2 + 1, l, mask=ok)
     if HAS_GATE:
         where_gate = (rows * gate_t + heads * gate_h)[:, None] + d[None, :] * gate_d
-        result *= tl.sigmoid(tl.load(gate + where_gate, mask=both, other=0.0).to(tl.float32))
+        seen = both & (l[:, None] > 0)  # a row that sees nothing stays zero, whatever its gate
+        result *= tl.sigmoid(tl.load(gate + where_gate, mask=seen, other=0.0).to(tl.float32))
     tl.store(out + at[:, None] * D + d[None, :], result, mask=both)
 
 
