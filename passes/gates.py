@@ -33,11 +33,14 @@ from .program import GateLeftAlone
 from .values import quiet
 
 
+_VIEWS = ("reshape", "unsqueeze", "squeeze", "transpose")
+
+
 @dataclass(frozen=True)
 class Gated:
     """product: sigmoid(gate) * attended, where `attended` is what a marker returns, perhaps as a view; sigmoid: its
     factor, perhaps a view of a sigmoid; gate: what that is the sigmoid of, before any views; alone: nothing but the
-    product reads what the marker returns.
+    product reads what the marker returns; in_order: the product has its elements in the order of the marker's.
     """
 
     product: fx.Node
@@ -45,12 +48,14 @@ class Gated:
     sigmoid: fx.Node
     gate: fx.Node
     alone: bool
+    in_order: bool
 
 
 def gated_maybe(marker: fx.Node) -> Gated | None:
     """The product of what a marker returns with a sigmoid, if there is one."""
-    node, alone = marker, True
-    while True:
+    waiting = [(marker, True, True)]
+    while waiting:
+        node, alone, in_order = waiting.pop()
         alone &= len(node.users) == 1
         for user in node.users:
             factor = _other_factor_maybe(user, node)
@@ -58,11 +63,10 @@ def gated_maybe(marker: fx.Node) -> Gated | None:
             if factor is not None and source is not None and operation(source) == "sigmoid":
                 gate = source.args[0]
                 assert isinstance(gate, fx.Node)
-                return Gated(user, node, factor, _without_views(gate), alone)
-        views = [user for user in node.users if _keeps_order(user)]
-        if len(views) != 1:
-            return None
-        node = views[0]
+                return Gated(user, node, factor, _without_views(gate), alone, in_order)
+            if operation(user) in _VIEWS:
+                waiting.append((user, alone, in_order and _keeps_order(user)))
+    return None
 
 
 def _other_factor_maybe(product: fx.Node, one: fx.Node) -> fx.Node | None:
@@ -75,10 +79,8 @@ def _other_factor_maybe(product: fx.Node, one: fx.Node) -> fx.Node | None:
 
 def _keeps_order(node: fx.Node) -> bool:
     """Whether a node is a view of its first argument with the same elements in the same order."""
-    if operation(node) in ("reshape", "unsqueeze", "squeeze"):
-        return True
     if operation(node) != "transpose":
-        return False
+        return operation(node) in _VIEWS
     sizes = fake(node).shape
     first, last = sorted(int(argument(node, at, f"dim{at - 1}")) % len(sizes) for at in (1, 2))
     return sum(size != 1 for size in sizes[first : last + 1]) <= 1
@@ -99,6 +101,8 @@ def why_not(marker: fx.Node, gated: Gated) -> str:
         return "what attention returns is read by something else too"
     if gate is None or gate.dtype != value.dtype or fake(gated.product).dtype != value.dtype:
         return f"the gate or its product is not in {value.dtype}, as what attention returns is"
+    if not gated.in_order:
+        return "the product has its elements in another order than attention"
     if not same_sizes(fake(gated.sigmoid).shape, fake(gated.attended).shape):
         return "the gate is one number for several elements"
     if not gated.gate < marker:  # what comes before does not depend on it
@@ -107,7 +111,7 @@ def why_not(marker: fx.Node, gated: Gated) -> str:
         return "something is written between the attention call and its product with the gate"
     try:
         gate.view(value.shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return "the gate would have to be copied"
     return ""
 

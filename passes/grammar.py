@@ -67,6 +67,11 @@ def _is_any_depth(node: fx.Node) -> bool:
     return _mode_name(node).startswith(DEPTH_MODE)
 
 
+def _is_runtime(node: fx.Node) -> bool:
+    """Whether an input is one of plan, pool and store."""
+    return node.target in _RUNTIME_INPUTS or str(node.target).startswith(DEPTH_MODE)
+
+
 def _check_inputs(stage: Stage) -> None:
     for node in attention_ops(stage):
         given = node.args[3:] if _gate_maybe(node) is None else node.args[3:-1]
@@ -76,11 +81,12 @@ def _check_inputs(stage: Stage) -> None:
         if names not in _INPUTS[node.target]:  # type: ignore[index]
             raise PassError(f"{node.name} in {stage.name!r} has the wrong plan inputs: {names}")
         gate, query = _gate_maybe(node), node.args[0]
+        if gate is not None and gate.op == "placeholder" and _is_runtime(gate):
+            raise PassError(f"{node.name} in {stage.name!r} is handed a runtime input as its gate.")
         if gate is not None and not same_sizes(fake(gate).shape, fake(query).shape):  # type: ignore[arg-type]
             raise PassError(f"{node.name} in {stage.name!r} has a gate of another shape than its queries.")
     for node in stage.module.graph.nodes:
-        runtime = node.target in _RUNTIME_INPUTS or str(node.target).startswith(DEPTH_MODE)
-        if node.op != "placeholder" or not runtime:
+        if node.op != "placeholder" or not _is_runtime(node):
             continue
         strangers = [user.name for user in node.users if user.target not in _INPUTS]
         if strangers:
