@@ -22,7 +22,7 @@ from .retention import Retention
 
 _PLAN = ("k_pool", "v_pool", "block_table", "row_seq", "row_position", "row_length", "row_loop")
 _STORE = ("row_slot", "index", "count", "mass", "o_ref", "c_ref")
-"""Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot. A gate may be the last."""
+"""Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot. A gate may follow."""
 
 
 @functools.cache

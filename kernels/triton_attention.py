@@ -72,8 +72,8 @@ def emit(
 ):  # fmt: skip
     """Write finished lines: result [X, BD], softmax maximum m and sum l [X] of (rows, heads) [X] where `ok`.
 
-    `kept` applies the correction of a consume; `captured` stores O_ref and what the selection needs. The gate is applied
-    last, to what is written to `out` alone.
+    `kept` applies the correction of a consume; `captured` stores O_ref and what the selection needs. The gate, applied
+    last, is for `out` alone.
     """
     at = rows * HEADS + heads
     both = ok[:, None] & d_ok[None, :]

@@ -32,7 +32,6 @@ from .nodes import argument, aten, fake, fake_maybe, operation, same_sizes
 from .program import GateLeftAlone
 from .values import quiet
 
-
 _VIEWS = ("reshape", "unsqueeze", "squeeze", "transpose")
 
 

@@ -123,7 +123,11 @@ def _roll(report: Report) -> Text:
 
 def _gates(report: Report) -> list[Text]:
     """How many attention calls apply their gate themselves, and why others do not."""
-    taken = [Text(f"gates: {report.gated} attention calls apply the gate of their output")] if report.gated else []
+    taken = (
+        [Text(f"gates: {report.gated} attention calls apply the gate of their output")]
+        if report.gated
+        else []
+    )
     left = [((layer,), reason) for layer, reason in report.gates_left_alone]
     return taken + _by_reason("gates left alone", left)
 

@@ -72,7 +72,9 @@ FORMS: dict[str, Form] = {
         .transpose(1, 2)
         .reshape(-1, 1, 8)
     ),
-    "squeezed": lambda m, out, gate, rows: (out.unsqueeze(1).squeeze(1) * heads(gate).sigmoid()).view(-1, 1, 8),
+    "squeezed": lambda m, out, gate, rows: (out.unsqueeze(1).squeeze(1) * heads(gate).sigmoid()).view(
+        -1, 1, 8
+    ),
     "sigmoid read twice": lambda m, out, gate, rows: (
         out.reshape(-1, 8) * (share := torch.sigmoid(gate)) + share
     ).unsqueeze(1),
@@ -271,7 +273,9 @@ def test_nothing_is_moved_past_a_write() -> None:
     assert not why_not(marker, gated)
     with graph.inserting_after(marker):
         graph.call_function(torch.ops.aten.add_.Tensor, (gated.gate, 1.0))
-    assert why_not(marker, gated).startswith("something is written between the attention call and its product")
+    assert why_not(marker, gated).startswith(
+        "something is written between the attention call and its product"
+    )
 
 
 # --- promises and grammar

@@ -48,7 +48,9 @@ def test_opcheck_of_the_marker(op: str) -> None:
     case = build(SMALL)
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in (case.q, case.k, case.v))
-        results = [torch.ops.sparse_compile.site(*given, **SITE_KEYWORDS) for given in ((q, k, v), (q, k, v, q))]
+        results = [
+            torch.ops.sparse_compile.site(*given, **SITE_KEYWORDS) for given in ((q, k, v), (q, k, v, q))
+        ]
     for out in results:
         assert out.shape == case.q.shape
         assert out.dtype == case.q.dtype

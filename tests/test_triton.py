@@ -144,9 +144,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_touches_the_dummy_only(device: str) -> None:
-    case = build(
-        Shape(((9, 1),), heads=(2, 2), padding=3, dtype=torch.float32, device=device, gated=True)
-    )
+    case = build(Shape(((9, 1),), heads=(2, 2), padding=3, dtype=torch.float32, device=device, gated=True))
     before = {name: value.clone() for name, value in bits(case.store | case.pool).items()}
     rows = [row for row in range(case.rows) if row not in live_rows(case)]
     padding = case.select(rows)
