@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from sparse_compile.passes.pieces import Cutter, OpCall, PieceCall
 from sparse_compile.passes.pipeline import PASSES, build_program
 from sparse_compile.passes.program import Stage
 from sparse_compile.runtime.compiler import PieceCompiler
+from sparse_compile.runtime.plan import Segment
 
 Form = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(attention module, what attention returns [T, 2, 4], the gate [T, 8], rows [T, 8]) -> [T, 1, 8]"""
@@ -356,6 +358,19 @@ def test_half_precision_stays_within_the_limits_of_the_validation() -> None:
     model = compiled(dtype=torch.bfloat16)  # which validates it
     assert model.report().gated == 18
     assert 0 < model.validate() < 0.15  # half of the limit; without it was 0.10, with it 0.10
+
+
+def test_prompts_that_attend_through_pytorchs_kernels_have_their_gates() -> None:
+    """The way of prompts on CUDA, taken on the CPU."""
+    engine = compiled(merge_linears=True)._keeper.make_engine(2, 32)
+    executor, prompts = engine.executor, ([5, 9, 33, 41, 7], [8, 30])
+    seats = [engine.plans.seats.take(engine.pool.allocate(1)) for _ in prompts]
+    plan = engine.plans.build(
+        [Segment(one, 0, seat, wants_logits=True) for one, seat in zip(prompts, seats, strict=True)]
+    )
+    want = executor.prefill(plan).clone()
+    executor.device = SimpleNamespace(type="cuda")
+    torch.testing.assert_close(executor.prefill(plan), want, rtol=0, atol=1e-10)
 
 
 def test_report() -> None:
