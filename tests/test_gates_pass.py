@@ -22,10 +22,12 @@ from sparse_compile.passes.base import Compilation, Options, PassManager
 from sparse_compile.passes.errors import PassError
 from sparse_compile.passes.gates import FuseGates, gated_maybe, why_not
 from sparse_compile.passes.grammar import Grammar, check_grammar
-from sparse_compile.passes.graph import SITE, is_call
+from sparse_compile.passes.graph import PRODUCTS, SITE, is_call
+from sparse_compile.passes.nodes import operation
 from sparse_compile.passes.pieces import Cutter, OpCall, PieceCall
 from sparse_compile.passes.pipeline import PASSES, build_program
 from sparse_compile.passes.program import Stage
+from sparse_compile.passes.skinny import use_skinny
 from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.plan import Segment
 
@@ -238,6 +240,14 @@ def test_what_is_no_gate_is_not_listed(form: Form) -> None:
     assert counted(compilation)[::2] == (0, 0)
 
 
+def test_a_gate_that_is_merged_with_queries_keys_and_values_is_computed_before() -> None:
+    compilation = toy_compile(GatedToy(NEGATIVE["computed behind"][0]), merge_linears=True)
+    assert [merged.parts for merged in compilation.merged] == [
+        ("layers.0.qkv.weight", "layers.0.late.weight")
+    ]
+    assert counted(compilation) == (3, 0, 0)
+
+
 def test_all_calls_of_a_layer_or_none() -> None:
     class Late(GatedToy):
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -355,9 +365,23 @@ def test_hrm_text_has_the_same_tokens_with_its_gates_in_attention(options: dict[
 
 
 def test_half_precision_stays_within_the_limits_of_the_validation() -> None:
-    model = compiled(dtype=torch.bfloat16)  # which validates it
+    model = compiled(dtype=torch.bfloat16, merge_linears=True)  # which validates it
     assert model.report().gated == 18
     assert 0 < model.validate() < 0.15  # half of the limit; without it was 0.10, with it 0.10
+
+
+def test_between_two_layers_of_hrm_text_nothing_is_left_but_products() -> None:
+    """At a few rows: with the gate in attention and the norms in the products no other kernel is needed."""
+    program = compiled(dtype=torch.bfloat16, merge_linears=True).program
+    stage = next(s for s in program.variants["sparse"].stages if s.name.startswith("body"))
+    piece = Cutter().cut(stage).calls[2]
+    assert isinstance(piece, PieceCall)
+    nodes = [node for node in use_skinny(piece.code.module).module.graph.nodes if node.op == "call_function"]
+    products = [node for node in nodes if node.target in PRODUCTS.values()]
+    assert len(products) == 4
+    assert {operation(node) for node in nodes if node not in products} <= {
+        "reshape", "slice", "squeeze", "sym_size.int", "transpose", "unsqueeze",
+    }  # fmt: skip
 
 
 def test_prompts_that_attend_through_pytorchs_kernels_have_their_gates() -> None:
