@@ -66,9 +66,9 @@ def sink_weight(sink, at, m, ok):
 
 @triton.jit
 def emit(
-    result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
-    gate, gate_t, gate_h, gate_d,
-    REFERS: tl.constexpr, CAPTURES: tl.constexpr, HAS_GATE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    result, m, l, rows, heads, ok, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE: tl.constexpr,
+    row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
+    REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write finished lines: result [X, BD], softmax maximum m and sum l [X] of (rows, heads) [X] where `ok`.
 
@@ -102,9 +102,9 @@ def emit(
 @triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
+    gate, gate_t, gate_h, gate_d,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
     bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
-    gate, gate_t, gate_h, gate_d,
     pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
     plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -220,8 +220,8 @@ def attention_kernel(
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
-            emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
-                 kept, captured, gate, gate_t, gate_h, gate_d, REFERS, CAPTURES, HAS_GATE, HEADS, D)  # fmt: skip
+            emit(result, m, l, rows, heads, own, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
+                 o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
             place = unit // 2 if PAIRS else unit
             store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
@@ -240,6 +240,6 @@ def attention_kernel(
                     if HAS_SINK and MODE != _CONSUME:
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)
                     result = tl.where(l_1 > 0, acc_1 / l_1, 0.0)[None, :]  # [1, BD]
-                    emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out, row_slot, mass,
-                         o_ref, c_ref, stats, site, sites, kept, captured,
-                         gate, gate_t, gate_h, gate_d, REFERS, CAPTURES, HAS_GATE, HEADS, D)  # fmt: skip
+                    emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out,
+                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
+                         o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip

@@ -156,12 +156,12 @@ def _attend(
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
+        gate, *gate.stride(),
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
         scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
         scratch.guess_acc, scratch.guess_stats,
         bias, sink, bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0, sink.stride(0), sink.stride(1),
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        gate, *gate.stride(),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, _quantile(retention), a.window,
         s.site, s.count.shape[1], s.capacity,
