@@ -12,8 +12,8 @@ Between two of our ops a compiler has nothing to fuse this product with: it woul
 the factors count, and views around each of them that keep the order of the elements. The gate is handed on as the view
 that it is, such as columns of one product that makes queries, keys, values and the gate; it must be computed before the
 attention call, and nothing else may read what that call returns. Either all calls of a layer take their gate along or
-none does, so that the bodies of a loop stay equal. Nothing is moved past a node that writes. What an op does not round
-between, a model in half precision does: the gate's sigmoid and what attention returns.
+none does, so that the bodies of a loop stay equal. Nothing is moved past a node that writes. In half precision a model
+rounds the gate's sigmoid and what attention returns, where an op rounds their product alone.
 
 What ends in a product with a sigmoid and stays as it is, is listed with the reason.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from .base import Compilation, Pass
-from .columns import operands_maybe
+from .columns import other_operand_maybe
 from .errors import PassError
 from .graph import erase
 from .nodes import argument, aten, fake, fake_maybe, operation, same_sizes
@@ -57,7 +57,7 @@ def gated_maybe(marker: fx.Node) -> Gated | None:
         node, alone, in_order = waiting.pop()
         alone &= len(node.users) == 1
         for user in node.users:
-            factor = _other_factor_maybe(user, node)
+            factor = other_operand_maybe(user, node) if operation(user) == "mul" else None
             source = _without_views(factor) if factor is not None else None
             if factor is not None and source is not None and operation(source) == "sigmoid":
                 gate = source.args[0]
@@ -66,14 +66,6 @@ def gated_maybe(marker: fx.Node) -> Gated | None:
             if operation(user) in _VIEWS:
                 waiting.append((user, alone, in_order and _keeps_order(user)))
     return None
-
-
-def _other_factor_maybe(product: fx.Node, one: fx.Node) -> fx.Node | None:
-    given = operands_maybe(product) if operation(product) == "mul" else None
-    if given is None or one not in given:
-        return None
-    other = given[1] if given[0] is one else given[0]
-    return other if isinstance(other, fx.Node) and other is not one else None
 
 
 def _keeps_order(node: fx.Node) -> bool:
