@@ -191,9 +191,11 @@ def _attend(
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
+    gate = a.q if a.gate is None else a.gate
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
+        gate, *gate.stride(),
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
         scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
         scratch.guess_acc, scratch.guess_stats,
@@ -204,7 +206,7 @@ def _attend(
         a.plane, a.plane_stride, a.scale, a.softcap, _quantile(retention), a.window,
         s.site, s.count.shape[1], s.capacity, *_ratio(retention),
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
-        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None,
+        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None, HAS_GATE=a.gate is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, KEPT_EARLY=tiles.kept_early,
