@@ -35,9 +35,10 @@ _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 def write_kernel(
     k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_loop,
     k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride,
-    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
+    start_early(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head

@@ -184,7 +184,7 @@ def _attend(
     if a.k is not None and a.v is not None:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if writes and not fuse:
-        _write(a, k, v)
+        _write(a, k, v, waited)
     heads = a.heads if per_head else a.kv_heads
     joined = captures and mode == MODE_CAPTURE and _joined(a, tiles)
     programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
@@ -262,11 +262,14 @@ def _limit(a: Attention, tiles: Tiles, mode: int, stages: int) -> dict[str, int]
     return _registers(a, 4 if stages == 2 else 3, tiles.warps)
 
 
-def _write(a: Attention, k: Tensor, v: Tensor) -> None:
+def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
+    """waited: as in `_attend`."""
+    pdl = starts_early(a.q.device)
     write_kernel[(a.rows, a.kv_heads)](
         k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), num_warps=1,
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), PDL=pdl,
+        num_warps=1, **_early(pdl and not waited),
     )  # fmt: skip
 
 
