@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -214,10 +215,33 @@ def test_generate_text_streams_what_json_returns(fakes: Compiled, capsys: pytest
     assert text == json.loads(out)["text"] + "\n"
 
 
+def test_generate_from_a_file_and_from_stdin(
+    fakes: Compiled, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The text to its last byte, line ends too."""
+    text, arguments = "Zwei\r\nZeilen, \u20ac\n", ("generate", "tiny:ouro", "--max-new-tokens", "3", "--json")
+    _, wanted, _ = run(capsys, *arguments, "--prompt", text)
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text.encode())
+    assert run(capsys, *arguments, "--prompt-file", str(file))[:2] == (0, wanted)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(capsys, *arguments, "--prompt-file", "-")[:2] == (0, wanted)
+    for data, words in (
+        (b"a\xff", "is not UTF-8 at byte 1; pass the path of a text file"),
+        (b"", "gives no token; pass some text"),
+    ):
+        file.write_bytes(data)
+        code, out, err = run(capsys, *arguments[:-1], "--prompt-file", str(file))
+        assert (code, out) == (2, "")
+        assert words in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "either --prompt"),
+        (["--prompt-file", "f", "--prompt-ids", "1"], "either --prompt"),
+        (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read: No such file"),
         (["--prompt", "a", "--prompt-ids", "1"], "either --prompt"),
         (["--prompt-ids", "1,x"], "integers separated by commas"),
         (["--prompt-ids", "1,999"], "vocabulary"),

@@ -28,8 +28,9 @@ ARGUMENTS = {one.name for config in (SparseConfig, SpeculationConfig) for one in
 # Parameters of commands that set neither config.
 OTHERS = {
     "as_json", "batch", "branch_scale", "context", "debug", "device", "do_sample", "dtype", "frontend", "gpu_memory",
-    "graph", "max_new_tokens", "out", "plots", "program", "prompt", "prompt_ids", "prompt_tokens", "prompts", "quiet",
-    "repeats", "samples", "seed", "subset", "temperature", "text", "top_k", "top_p", "window", "windows",
+    "graph", "max_new_tokens", "out", "plots", "program", "prompt", "prompt_file", "prompt_ids", "prompt_tokens",
+    "prompts", "quiet", "repeats", "samples", "seed", "subset", "temperature", "text", "top_k", "top_p", "window",
+    "windows",
 }  # fmt: skip
 
 

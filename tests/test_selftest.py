@@ -150,7 +150,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         (["--draft-loops", "5"], "--draft-loops 5: the model has 4 loops; pass --draft-loops 4 or less"),
-        (["--draft-tokens", "257", "--deterministic"], "257 rows at once.*pass --draft-tokens 256 or less"),
+        (["--draft-tokens", "257", "--deterministic"], "--draft-tokens 257: must be at most 256"),
         (["--draft-tokens", "129", "--deterministic"], "--batch 2: .*pass --batch 1 or less"),
     ],
     ids=str,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from sparse_compile import cli
+from sparse_compile import ArgumentError, cli
 from sparse_compile.models import UnknownModelError, load_config, load_model, load_tokenizer, tiny_model
 from sparse_compile.models.sources import is_hub_name, naming, source_options
 
@@ -136,3 +136,8 @@ def test_a_folder_called_demo_is_spoken_of_where_it_is(
     (tmp_path / "demo").mkdir()
     with pytest.raises(FileNotFoundError, match=r"for the folder of this name here write \./demo$"):
         load_model("demo")
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"device='cuda:77': cannot be used here: .*pass device='cpu'"):
+        load_model(tmp_path / "nothing", device="cuda:77")

@@ -15,7 +15,6 @@ import typer
 
 from sparse_compile.cli import notes, outline
 from sparse_compile.cli.options import describe, option_names, reworded
-from sparse_compile.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -200,15 +199,11 @@ def place(device: str) -> torch.device:
     """The device of --device, CUDA for "auto" if there is one; ArgumentError for one that is not there."""
     import torch
 
+    from sparse_compile.models.loading import usable_device
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        limit = f"cannot be used here: {str(error).splitlines()[0]}"
-        raise ArgumentError("device", device, limit, "pass --device cpu") from None
-    return found
+    return usable_device(device)
 
 
 KeepFirst = Annotated[int, typer.Option("--keep-first", help="First visible keys that are always kept.")]

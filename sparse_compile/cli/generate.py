@@ -1,14 +1,17 @@
-"""`sparse-compile generate MODEL --prompt TEXT`: text as it comes."""
+"""`sparse-compile generate MODEL --prompt TEXT`, or `--prompt-file FILE`: text as it comes."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparse_compile.cli import common
 from sparse_compile.cli.outline import check_tokens
+from sparse_compile.errors import ArgumentError
 from sparse_compile.limits import check_positions
 from sparse_compile.sampling_limits import check_lengths, check_sampling
 from sparse_compile.speculation import SpeculationConfig
@@ -24,6 +27,10 @@ def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
     prompt_ids: Annotated[
         str | None, typer.Option("--prompt-ids", help="Token ids to continue, as 1,2,3; prints ids.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option("--prompt-file", help="File of text to continue, to its last byte; - is stdin."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate at most.")] = 64,
     do_sample: Annotated[
@@ -84,13 +91,13 @@ def generate(
     settings |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
 
     def body() -> int:
-        ids = _parse_ids(prompt, prompt_ids)
+        ids = _parse_ids(prompt, prompt_ids, prompt_file)
         _check_settings(settings)
         options["speculation"] = _speculation(speculate, draft_loops, draft_tokens, adaptive)
         seen = common.check_named(model, options)
         tokenizer = None
         if ids is None:
-            tokenizer, ids = _tokens(model, str(prompt))
+            tokenizer, ids = _tokens(model, prompt, prompt_file)
         if seen is not None:
             check_tokens(seen, "prompt_ids" if tokenizer is None else "prompt", ids)
             check_positions(seen, len(ids), max_new_tokens)
@@ -108,16 +115,31 @@ def _check_settings(settings: dict[str, Any]) -> None:
     check_sampling(settings)
 
 
-def _tokens(name: str, prompt: str) -> tuple[Any, list[int]]:
-    """The tokenizer of a model, and the ids of a prompt."""
+def _tokens(name: str, prompt: str | None, prompt_file: str | None) -> tuple[Any, list[int]]:
+    """The tokenizer of a model, and the ids of the prompt that was given."""
+    text = prompt if prompt_file is None else _read(prompt_file)
     with common.quiet_stdout():
         from sparse_compile.models import load_tokenizer
 
         tokenizer = load_tokenizer(name)
-    ids = tokenizer(prompt)["input_ids"]
+    ids = tokenizer(text)["input_ids"]
     if not ids:
-        raise ValueError(f"--prompt {prompt!r}: gives no token; pass some text")
+        given = f"--prompt {prompt!r}" if prompt_file is None else f"--prompt-file {prompt_file}"
+        raise ValueError(f"{given}: gives no token; pass some text")
     return tokenizer, ids
+
+
+def _read(path: str) -> str:
+    """The text of a file, or of stdin. Raises ArgumentError for one that cannot be read or is no text."""
+    remedy = "pass the path of a text file, or - and the text on stdin"
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise ArgumentError("prompt_file", path, f"cannot be read: {error.strerror}", remedy) from None
+    except UnicodeDecodeError as error:
+        limit = f"is not UTF-8 at byte {error.start:,}"
+        raise ArgumentError("prompt_file", path, limit, remedy) from None
 
 
 def _speculation(
@@ -143,9 +165,9 @@ def _speculation(
     )
 
 
-def _parse_ids(prompt: str | None, prompt_ids: str | None) -> list[int] | None:
-    if (prompt is None) == (prompt_ids is None):
-        raise ValueError("pass either --prompt TEXT or --prompt-ids 1,2,3")
+def _parse_ids(prompt: str | None, prompt_ids: str | None, prompt_file: str | None) -> list[int] | None:
+    if sum(one is not None for one in (prompt, prompt_ids, prompt_file)) != 1:
+        raise ValueError("pass either --prompt TEXT, --prompt-file FILE or --prompt-ids 1,2,3")
     if prompt_ids is None:
         return None
     try:

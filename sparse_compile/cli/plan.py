@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="Preset (ouro-1.4b, ouro-2.6b), tiny:ouro ..., local folder, or hub id."
+        metavar="MODEL", help="Preset (ouro-1.4b, ouro-2.6b), demo, tiny:ouro ..., local folder, or hub id."
     ),
 ]
 

@@ -19,7 +19,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Hub id, local folder, tiny:ouro ..., or a preset (ouro-1.4b, ouro-2.6b) with random weights.",
+        help="Hub id, local folder, demo, tiny:ouro ..., or a preset (ouro-1.4b, ouro-2.6b) with random weights.",
     ),
 ]
 

@@ -101,12 +101,14 @@ def load_model(
             ``trust_remote_code=True``.
 
     Raises:
+        ArgumentError: for a device that is not there.
         CheckpointError: for missing, unexpected or mis-shaped tensors (all are listed), and for a model
             that the installed transformers cannot load.
         FileNotFoundError: for a path that is no folder.
         UnknownModelError: for a name that is neither in this package nor a folder nor to be had from the hub.
         ValueError: for an unknown tiny model or dtype.
     """
+    where = None if device is None else usable_device(device)
     if isinstance(name_or_path, str) and name_or_path.startswith(TINY_PREFIX):
         model = tiny_model(
             name_or_path.removeprefix(TINY_PREFIX), resolve_dtype(dtype) or torch.float32, **options
@@ -114,7 +116,18 @@ def load_model(
     else:
         model, info = load_with_info(name_or_path, dtype, **options)
         _require_complete(str(name_or_path), info)
-    return model if device is None else model.to(device)
+    return model if where is None else model.to(where)
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device, after something has been put there. Raises ArgumentError for one that cannot be used."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        limit = f"cannot be used here: {str(error).splitlines()[0]}"
+        raise ArgumentError("device", device, limit, "pass device='cpu'") from None
+    return found
 
 
 def load_ouro(

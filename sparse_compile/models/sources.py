@@ -54,7 +54,7 @@ def source_options(name_or_path: str | Path, **options: Any) -> tuple[str, dict[
         limit = (
             "is a preset, a shape without weights, which only `plan` and `selftest` of the command line take"
         )
-        remedy = "pass tiny:ouro, or the hub id of published weights such as ByteDance/Ouro-1.4B"
+        remedy = "pass demo or tiny:ouro, or the hub id of published weights such as ByteDance/Ouro-1.4B"
         raise UnknownModelError("MODEL", name, limit, remedy)
     if not is_hub_name(name_or_path):
         raise FileNotFoundError(f"no model folder at {name!r}")
@@ -121,7 +121,7 @@ def _ask_hub(name: str, options: dict[str, Any]) -> None:
 def _unknown(name: str, hub: str) -> UnknownModelError:
     """hub: what the hub says, or what keeps it from saying anything."""
     if "/" in name:
-        remedy = "pass a folder, a hub id such as ByteDance/Ouro-1.4B, or tiny:ouro"
+        remedy = "pass a folder or another hub id, or demo, which needs no network"
         return UnknownModelError("MODEL", name, f"no folder, and {hub}", remedy)
     known = [*PRESETS, *(TINY_PREFIX + tiny for tiny in TINY_MODELS)]
     close = difflib.get_close_matches(name, known, n=1)

@@ -279,16 +279,16 @@ def capturing_layers(sites: Sequence[Site]) -> list[str]:
 def windows_of(text: Tensor, count: int, width: int) -> Tensor:
     """int64 [count, width]: parts of a text, evenly spread.
 
-    Raises ValueError for a text with fewer tokens, ArgumentError for a count or a width below 1.
+    Raises ArgumentError for a text with fewer tokens, and for a count or a width below 1.
     """
     whole_number("windows", count, 1)
     whole_number("window", width, 1)
     if len(text) < count * width:
         fitting = len(text) // width
-        raise ValueError(
-            f"the text has {len(text)} tokens, and {count} windows of {width} need {count * width}; give a longer "
-            f"text or ask for {f'{fitting} windows' if fitting else 'a shorter window'}"
-        )
+        limit = f"of {width} tokens each need {count * width}, and the text has {len(text)}"
+        if fitting:
+            raise ArgumentError("windows", count, limit, f"pass a longer text, or windows={fitting}")
+        raise ArgumentError("windows", count, limit, "pass a longer text, or a smaller window")
     starts = [number * (len(text) // count) for number in range(count)]
     return torch.stack([text[start : start + width] for start in starts])
 
