@@ -112,7 +112,6 @@ def _is_weight(value: fx.Node, user: fx.Node) -> bool:
         return True
     others: list[Any] = [one for one in user.all_input_nodes if one is not value]
     computed = any(origin.op not in ("placeholder", "get_attr") for one in others for origin in sources(one))
+    # An operator of its own has quantised weights, which are buffers.
     product = name in ("matmul", "addmm", "mm") or isinstance(user.target, torch._ops.OpOverload)
-    return (
-        product and tensor.dim() == 2 and computed
-    )  # an operator of its own has quantised weights, which are buffers
+    return product and tensor.dim() == 2 and computed

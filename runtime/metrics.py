@@ -37,9 +37,7 @@ class EngineMetrics:
     keys_dense: int
     pages_free: int
     pages_total: int
-    slots_free: (
-        int  # of the reference store, those that await their last readers among them; 0 of 0 without one
-    )
+    slots_free: int  # of the reference store: those that nobody leases; 0 of 0 without one
     slots_total: int
     preemptions: int  # requests that the engine suspended, for memory or for a higher priority
     failed_runs: int  # runs that raised and were repeated one request at a time
