@@ -41,9 +41,8 @@ class Norm(NamedTuple):
 
     def obstacle(self, dtype: torch.dtype) -> str:
         """Why the Triton kernel cannot take a norm of rows of `dtype` along; "" where it can."""
-        if (
-            self.weight is not None and dtype == torch.float16
-        ):  # rows are multiplied by it before they are scaled
+        # Rows are multiplied by the weight before they are scaled.
+        if self.weight is not None and dtype == torch.float16:
             return "float16 may overflow where a row is multiplied by the weight of a norm"
         return ""
 
