@@ -9,12 +9,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparse_compile.cli import notes, outline
 from sparse_compile.cli.options import describe, option_names, reworded
+from sparse_compile.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -204,6 +206,14 @@ def place(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return usable_device(device)
+
+
+def read_file(argument: str, path: str, remedy: str) -> bytes:
+    """The bytes of a file that an argument names. Raises ArgumentError for one that cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ArgumentError(argument, path, f"cannot be read: {error.strerror}", remedy) from None
 
 
 KeepFirst = Annotated[int, typer.Option("--keep-first", help="First visible keys that are always kept.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -132,11 +131,9 @@ def _tokens(name: str, prompt: str | None, prompt_file: str | None) -> tuple[Any
 def _read(path: str) -> str:
     """The text of a file, or of stdin. Raises ArgumentError for one that cannot be read or is no text."""
     remedy = "pass the path of a text file, or - and the text on stdin"
+    data = sys.stdin.buffer.read() if path == "-" else common.read_file("prompt_file", path, remedy)
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode()
-    except OSError as error:
-        raise ArgumentError("prompt_file", path, f"cannot be read: {error.strerror}", remedy) from None
     except UnicodeDecodeError as error:
         limit = f"is not UTF-8 at byte {error.start:,}"
         raise ArgumentError("prompt_file", path, limit, remedy) from None

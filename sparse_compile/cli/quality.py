@@ -263,11 +263,8 @@ def read_text(path: str | None) -> bytes:
 
     if path is None:
         return held_out_text()
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        remedy = "pass the path of a text file, or leave text out for the packaged text"
-        raise ArgumentError("text", path, f"cannot be read: {error.strerror}", remedy) from None
+    remedy = "pass the path of a text file, or leave text out for the packaged text"
+    return common.read_file("text", path, remedy)
 
 
 def _ids(name: str, data: bytes) -> tuple[Tensor, bool]:

@@ -119,10 +119,8 @@ class TeacherForcing:
         page = models[0].sparse_config.page_size
         self.context, self.texts = context, texts
         self.rows = max(rows, texts)
-        tokens = [
-            texts * -(-context // page) * page,
-            *(page for _ in models[1:]),
-        ]  # one pool serves all of them
+        # One pool serves all of them.
+        tokens = [texts * -(-context // page) * page, *(page for _ in models[1:])]
         engines = [
             one.serve(self.rows, context, pool_tokens=pool) for one, pool in zip(models, tokens, strict=True)
         ]
@@ -165,9 +163,7 @@ class TeacherForcing:
         texts = ids.tolist()
         with self._seated(len(texts), ids.shape[1]) as seats:
             ready = 0  # tokens whose keys and values are those of a prompt
-            made: dict[
-                tuple[int, int, bool], list[_Run]
-            ] = {}  # parts whose rows are the same share their plans
+            made: dict[tuple[int, int, bool], list[_Run]] = {}  # shared by parts whose rows are the same
             for part in parts:
                 if ready < part.start:
                     for plan in self._prompts(texts, part.start, seats, ready):
