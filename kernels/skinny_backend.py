@@ -71,8 +71,7 @@ def launch(
         EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
         NORM=norm is not None, GIVEN=sums is not None, GAIN=gain is not None,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
-        STAGES=tiles.stages, AHEAD=_ahead(tiles, weight, up) if pdl else 0, PDL=pdl, THREADS=32 * tiles.warps,
-        UPCAST=not on_cuda,
+        STAGES=tiles.stages, AHEAD=tiles.ahead if pdl else 0, PDL=pdl, UPCAST=not on_cuda,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -107,11 +106,3 @@ def _to_up(weight: Tensor, up: Tensor | None, width: int) -> int:
     if up is None:
         return width * weight.stride(0)
     return (up.data_ptr() - weight.data_ptr()) // weight.element_size()
-
-
-def _ahead(tiles: Tiles, weight: Tensor, up: Tensor | None) -> int:
-    """Prefetches come in units of 16 bytes, from addresses that are multiples of 16."""
-    weights = (weight,) if up is None else (weight, up)
-    aligned = all(one.data_ptr() % 16 == 0 for one in weights)
-    aligned = aligned and weight.stride(0) * weight.element_size() % 16 == 0
-    return tiles.ahead if aligned else 0

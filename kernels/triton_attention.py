@@ -17,8 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_asks import ask_for_keys, ask_for_line
 from .triton_guesses import HALF
-from .triton_loops import attend_kept, attend_span, store_part
+from .triton_loops import attend_kept, attend_span, listed_keys, store_part
 from .triton_parts import LOG2E, finite_or_zero, merge_units, start_early, unit_size
 from .triton_select import select_row
 
@@ -27,7 +28,6 @@ MODE_CAPTURE = 1
 MODE_CONSUME = 2
 MODE_MIXED = 3
 _DENSE, _CAPTURE = tl.constexpr(MODE_DENSE), tl.constexpr(MODE_CAPTURE)
-ASK = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 
 
@@ -35,14 +35,20 @@ _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 def write_kernel(
     k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_loop,
     k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride,
-    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
-    start_early(PDL)
+    """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`. READY as in
+    `attention_kernel`.
+    """
+    if READY == 0:
+        start_early(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
+    position = tl.load(row_position + row)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
-    write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, tl.load(row_position + row), row, base, head,
+    if READY > 0:
+        start_early(PDL)
+    write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, position, row, base, head,
               k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
 
 
@@ -65,16 +71,6 @@ def sink_weight(sink, at, m, ok):
     """exp(sink - m) of the lines `at`: what one more key of value zero adds to the softmax sum; 0 where not `ok`."""
     s = tl.load(sink + at, mask=ok, other=float("-inf")).to(tl.float32)
     return tl.exp2((s - finite_or_zero(m)) * LOG2E)
-
-
-@triton.jit
-def ask_for(x, line, D: tl.constexpr):
-    """Bring line `line` of x [.., D] into the L2 cache."""
-    PER: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # in one line of the cache
-    at = x + line * D + tl.minimum(tl.arange(0, triton.next_power_of_2((D + PER - 1) // PER)) * PER, D - 1)
-    tl.inline_asm_elementwise(
-        ASK, "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -133,6 +129,7 @@ def attention_kernel(
     SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
     SELECTS: tl.constexpr, SMALL: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
     GATHER: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    READY: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
@@ -141,8 +138,12 @@ def attention_kernel(
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
     guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch. SELECTS: the last program
     of a tile selects for its rows, as `triton_select.select_kernel` would, from `cuts` on to GATHER with what it takes.
+
+    READY says what may be read before the kernel ahead has finished: 1, what describes the rows; 2, also what the store
+    lists for them, and then the first ASKED steps of keys are asked for; 0, nothing.
     """
-    start_early(PDL)
+    if READY == 0:
+        start_early(PDL)
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
     # Everything that addresses depend on is asked for at once.
@@ -180,11 +181,12 @@ def attention_kernel(
     length_m = tl.load(row_length + rows, mask=live, other=0)
     if MODE == _MIXED:
         length_m = tl.where(mode == 0, 0, length_m)
-    q_tile = tl.load(  # [BM, BD]
-        q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :],
-        mask=live[:, None] & d_ok[None, :],
-        other=0.0,
-    )
+    q_at = q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :]  # [BM, BD]
+    q_ok = live[:, None] & d_ok[None, :]
+    if READY == 1:
+        start_early(PDL)
+    if READY < 2:
+        q_tile = tl.load(q_at, mask=q_ok, other=0.0)
     length = tl.max(length_m, 0)
     first_m = length_m * 0
     first = 0
@@ -201,8 +203,28 @@ def attention_kernel(
         keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
     start = span * SPAN * keys
+    end = tl.minimum(start + SPAN * keys, total)
     table_row = table + seq * table_s
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
+    line = (slot * sites + site) * HEADS + head0 if MODE != _DENSE else row0
+    kept_line = index + line * capacity
+    if ASKED > 0:
+        if kept:
+            e = start + tl.arange(0, ASKED * BK)
+            ok = e < end
+            n = listed_keys(kept_line, e, end)
+            ask_for_keys(k_pool, v_pool, base, table_row, n, ok, pool_page, pool_token, PAGE, D, ASSEMBLY)
+            ask_for_line(o_ref, line, start < total, D, ASSEMBLY)
+            ask_for_line(c_ref, line, start < total, D, ASSEMBLY)
+        else:
+            n = start + tl.arange(0, ASKED * BN)
+            ok = n < end
+            ask_for_keys(
+                k_pool, v_pool, base, table_row, n + first, ok, pool_page, pool_token, PAGE, D, ASSEMBLY
+            )
+    if READY == 2:
+        start_early(PDL)
+        q_tile = tl.load(q_at, mask=q_ok, other=0.0)
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
     last = tl.maximum(units - 1, 0) // SPAN
@@ -216,16 +238,10 @@ def attention_kernel(
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
-        end = tl.minimum(start + SPAN * keys, total)
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN
         if kept:
-            line = (slot * sites + site) * HEADS + head0
-            kept_line = index + line * capacity
-            if KEPT_EARLY and ASSEMBLY:
-                ask_for(o_ref, line, D)
-                ask_for(c_ref, line, D)
             m, l, acc = attend_kept(
                 q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, keys, d, d_ok, pool_page, pool_token,
                 scale, cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION, SPAN,

@@ -23,6 +23,7 @@ from triton import cdiv, next_power_of_2
 from .arguments import Attention, Store
 from .beside import beside, make_room, run_beside, runs_beside, wait_for
 from .retention import Retention
+from .settled import rows_are_settled
 from .skinny import starts_early
 from .triton_attention import (
     MODE_CAPTURE,
@@ -192,6 +193,7 @@ def _attend(
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
     gate = a.q if a.gate is None else a.gate
+    ready = _ready(a.q.device, mode)
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
@@ -214,11 +216,31 @@ def _attend(
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
+        READY=ready, ASKED=tiles.asked if ready == 2 and (pdl or a.q.device.type == "cpu") else 0,
         SELECTS=joined, **_search(a, scratch, retention if joined else None),
         num_warps=tiles.kept_warps if mode == MODE_CONSUME else tiles.warps, **_early(pdl and not waited),
         **_limit(a, tiles, mode, stages),
     )  # fmt: skip
+    _note(a.q.device, selects=joined)
     return scratch
+
+
+_selecting: set[tuple[torch.device, int]] = set()
+"""Streams on which an attention op would be behind what fills the store, for all that is known."""
+
+
+def _note(device: torch.device, selects: bool) -> None:
+    """What a kernel that was launched on the current stream does to the store."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    (_selecting.add if selects else _selecting.discard)((device, stream))
+
+
+def _ready(device: torch.device, mode: int) -> int:
+    """What an attention kernel may read before the one ahead has finished, as `attention_kernel` says."""
+    if not rows_are_settled():
+        return 0
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return 1 if mode in (MODE_CONSUME, MODE_MIXED) and (device, stream) in _selecting else 2
 
 
 def _joined(a: Attention, tiles: Tiles) -> bool:
@@ -268,8 +290,8 @@ def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
     write_kernel[(a.rows, a.kv_heads)](
         k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), PDL=pdl,
-        num_warps=1, **_early(pdl and not waited),
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim),
+        READY=int(rows_are_settled()), PDL=pdl, num_warps=1, **_early(pdl and not waited),
     )  # fmt: skip
 
 
@@ -306,6 +328,7 @@ def _select(
         if scratch.long:
             _cut(a, retention, scratch, row_mode)
             _retain(a, store, retention, scratch, row_mode)
+        _note(a.q.device, selects=True)
 
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 

@@ -221,13 +221,14 @@ def select_kernel(
 
     fixes [T * H, capacity] and weights [T * H, capacity] are scratch.
     """
-    start_early(PDL)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # Of the rows, the kernel ahead writes nothing.
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    start_early(PDL)
     at = row * HEADS + head
     maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
@@ -268,14 +269,15 @@ def retain_kernel(
     fixes [T * H, capacity], weights [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are
     scratch; arrived int32 [T * H] is zero before and after every launch.
     """
-    start_early(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # What depends on the length alone is asked for at once.
+    # Of the rows, the kernel ahead writes nothing.
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
+    start_early(PDL)
+    # What depends on the length alone is asked for at once.
     at = row * HEADS + head
     mine = at * SLOTS + part
     cut = tl.load(cuts + at * 2)

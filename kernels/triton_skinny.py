@@ -29,11 +29,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
+from .triton_asks import ASKED_BYTES, ask
 
-PREFETCH = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
+RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
 
 
 @triton.jit
@@ -121,20 +119,14 @@ def weight_at(tile, r, N, w_n, w_up, BN: tl.constexpr, GATED: tl.constexpr, HALF
 
 
 @triton.jit
-def prefetch_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-                    HALF: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
-    """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache: one request per thread."""
-    PARTS: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
-    WIDTH: tl.constexpr = AHEAD // PARTS
-    t = tl.arange(0, ROWS * PARTS)
-    line, n = weight_at(tile, t // PARTS, N, w_n, w_up, BN, GATED, HALF)
-    k = k0 + (t % PARTS) * WIDTH
-    wanted = (n < N) & (k + WIDTH <= end)
-    size = tl.where(wanted, WIDTH * w.dtype.element_ty.primitive_bitwidth // 8, 0)
-    at = w + tl.where(wanted, line + k, 0)
-    tl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1
-    )
+def ask_for_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+                   HALF: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Ask for columns k0 .. k0 + AHEAD of the program's lines, as far as they go."""
+    PER: tl.constexpr = ASKED_BYTES * 8 // w.dtype.element_ty.primitive_bitwidth
+    line, n = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
+    k = k0 + tl.arange(0, AHEAD // PER) * PER
+    wanted = (n < N)[:, None] & (k < end)[None, :]
+    ask(w + tl.where(wanted, line[:, None] + k[None, :], 0), wanted, ASSEMBLY)
 
 
 @triton.jit
@@ -192,7 +184,7 @@ def skinny_kernel(
     share, eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
     EVEN: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, GAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result; with
     HALF, half the size of a head of which the first TURNED columns are made, it is the number of pairs of columns.
@@ -208,7 +200,7 @@ def skinny_kernel(
     end = tl.minimum(start + steps * BK, K)
     if PDL:
         if AHEAD > 0:
-            prefetch_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD, THREADS)
+            ask_for_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD, not UPCAST)
         # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
         # kernels read what those have written without a wait of their own.
         gdc_wait()

@@ -20,6 +20,7 @@ class Tiles:
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
     row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
     leaves either to the number of programs; with `fill_waves` the depth is also that with which waves are fuller.
+    `asked` steps of a program are brought into the L2 cache before the kernel ahead has finished, 0: none.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `kept_warps`, `min_kept` and `max_kept`. A
     program takes `kept_span` units, 1 or 2; None leaves it to their number. Registers are limited so that
@@ -47,6 +48,7 @@ class Tiles:
     stages: int | None = None
     span: int | None = None
     fill_waves: bool = False
+    asked: int = 1
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
@@ -80,7 +82,7 @@ class Tiles:
             raise ValueError(
                 f"kept_span={self.kept_span} must be 1 or 2, or None: two units of a program are a pair"
             )
-        free = ("stages", "kept_stages", "guesses", "span", "kept_span", "kept_programs")
+        free = ("stages", "kept_stages", "guesses", "span", "kept_span", "kept_programs", "asked")
         for name, value in vars(self).items():
             if name not in free and not isinstance(value, bool) and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")

@@ -12,6 +12,7 @@ import torch
 from ..kernels.beside import beside
 from ..kernels.prefill import Heads, Prompts, prefill_attention
 from ..kernels.retention import Retention
+from ..kernels.settled import settled_rows
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -39,11 +40,13 @@ _ONE_ROW_EACH = {"query_rows": 1}  # none reads a key that another one writes
 
 
 def _selections_beside(run: Callable[Given, torch.Tensor]) -> Callable[Given, torch.Tensor]:
-    """A run of an executor, in which what captures select is worked out beside the layers that follow."""
+    """A run of an executor, in which what captures select is worked out beside the layers that follow. What describes
+    its rows is written ahead of its stages, and the first of them has a product ahead of its attention.
+    """
 
     @wraps(run)
     def around(*args: Given.args, **kwargs: Given.kwargs) -> torch.Tensor:
-        with beside(args[0].device):  # type: ignore[attr-defined]
+        with beside(args[0].device), settled_rows():  # type: ignore[attr-defined]
             return run(*args, **kwargs)
 
     return around
@@ -275,9 +278,9 @@ class Executor:
 
     def _layers(self, stages: Sequence[CutStage], environment: Environment, plan: RowPlan, op: RunOp) -> None:
         """Runs stages that all rows go through, and adds what they make to `environment`."""
-        for cut in stages:
-            environment["row_loop"] = torch.full_like(plan.row_loop, cut.stage.loop)
-            environment |= self._run(cut, environment, op)
+        loops = [torch.full_like(plan.row_loop, cut.stage.loop) for cut in stages]
+        for cut, row_loop in zip(stages, loops, strict=True):
+            environment |= self._run(cut, environment | {"row_loop": row_loop}, op)
 
     def _environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""
