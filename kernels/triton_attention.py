@@ -209,18 +209,18 @@ def attention_kernel(
     line = (slot * sites + site) * HEADS + head0 if MODE != _DENSE else row0
     kept_line = index + line * capacity
     if ASKED > 0:
-        if kept:
+        if kept:  # names of their own: in a mixed launch both are built, and their sizes differ
             e = start + tl.arange(0, ASKED * BK)
-            ok = e < end
-            n = listed_keys(kept_line, e, end)
-            ask_for_keys(k_pool, v_pool, base, table_row, n, ok, pool_page, pool_token, PAGE, D, ASSEMBLY)
+            ask_for_keys(
+                k_pool, v_pool, base, table_row, listed_keys(kept_line, e, end), e < end, pool_page, pool_token, PAGE,
+                D, ASSEMBLY,
+            )  # fmt: skip
             ask_for_line(o_ref, line, start < total, D, ASSEMBLY)
             ask_for_line(c_ref, line, start < total, D, ASSEMBLY)
         else:
-            n = start + tl.arange(0, ASKED * BN)
-            ok = n < end
+            u = start + tl.arange(0, ASKED * BN)
             ask_for_keys(
-                k_pool, v_pool, base, table_row, n + first, ok, pool_page, pool_token, PAGE, D, ASSEMBLY
+                k_pool, v_pool, base, table_row, u + first, u < end, pool_page, pool_token, PAGE, D, ASSEMBLY
             )
     if READY == 2:
         start_early(PDL)

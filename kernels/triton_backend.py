@@ -103,7 +103,7 @@ def _part(a: Attention) -> int:
 
 def _rows(a: Attention, some: slice) -> Attention:
     """A call with some of its rows."""
-    names = ("q", "row_seq", "row_position", "row_length", "row_loop", "k", "v", "bias", "sink")
+    names = ("q", "row_seq", "row_position", "row_length", "row_loop", "k", "v", "bias", "sink", "gate")
     return replace(a, **{name: x[some] for name in names if (x := getattr(a, name)) is not None})
 
 
@@ -328,7 +328,8 @@ def _select(
         if scratch.long:
             _cut(a, retention, scratch, row_mode)
             _retain(a, store, retention, scratch, row_mode)
-        _note(a.q.device, selects=True)
+        if not runs_beside(a.q.device):  # there readers wait for what they read, and then start late
+            _note(a.q.device, selects=True)
 
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 

@@ -82,6 +82,8 @@ class Tiles:
             raise ValueError(
                 f"kept_span={self.kept_span} must be 1 or 2, or None: two units of a program are a pair"
             )
+        if self.asked < 0 or self.asked & (self.asked - 1):
+            raise ValueError(f"asked={self.asked} must be 0 or a power of two")
         free = ("stages", "kept_stages", "guesses", "span", "kept_span", "kept_programs", "asked")
         for name, value in vars(self).items():
             if name not in free and not isinstance(value, bool) and (value < 1 or value & (value - 1)):

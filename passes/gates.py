@@ -138,7 +138,9 @@ class FuseGates(Pass):
             if reason:
                 compilation.gates_left_alone.append(GateLeftAlone(layer, reason))
                 continue
-            for marker, gated in found:
+            for marker, _ in found:
+                gated = gated_maybe(marker)  # anew: its gate may be a product that was taken out just now
+                assert gated is not None
                 take_along(compilation.graph.graph, marker, gated)
             taken.add(layer)
         compilation.graph.recompile()

@@ -23,7 +23,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from sparse_compile.kernels import triton_backend
 
 SMALL = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, gather_block=4,
+    block=16, kept_block=32, min_unit=16, max_units=4, min_kept=32, max_kept=2, gather_block=4,
     piece=32, short=128, small_scores=64, sample=32, gather_bytes=16,
 )  # fmt: skip
 SHAPES = {
@@ -57,19 +57,30 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def all_ops(case: Case) -> list[torch.Tensor]:
+MODES = (3, 1, 2, 3)
+
+
+def run(case: Case, op: str, fused: bool) -> torch.Tensor:
+    """fused: no row reads what another one writes, so the kernel of attention writes keys too."""
+    args, kwargs = arguments(case, op, "triton")
+    return getattr(torch.ops.sparse_compile, op)(*args, **kwargs, **({"query_rows": 1} if fused else {}))
+
+
+def mixed(case: Case) -> Case:
+    """With rows of every mode but inactive ones."""
+    modes = torch.tensor([MODES[row % 4] for row in range(case.rows)], dtype=torch.int32)
+    return replace(case, row_mode=modes.to(case.q.device))
+
+
+def all_ops(case: Case, fused: bool) -> list[torch.Tensor]:
     """Outputs and stores of each op in turn, a loop later from the first consume on."""
-    made = [call(case.copy(), "dense", "triton")]
+    made = [run(case.copy(), "dense", fused)]
     captured = case.copy()
-    made.append(call(captured, "capture", "triton"))
-    if case.shape.window:
-        return [x for out in made for x in bits({"out": out}).values()]
-    later = next_loop(captured)
-    made += [call(later, "consume", "triton") for _ in range(2)]
-    modes = torch.tensor([(3, 1, 2, 3)[row % 4] for row in range(case.rows)], dtype=torch.int32)
-    args, kwargs = arguments(mixed := replace(later, row_mode=modes.to(later.q.device)), "mixed", "triton")
-    made.append(torch.ops.sparse_compile.mixed(*args, **kwargs))
-    made += [*captured.store.values(), *mixed.store.values()]
+    made.append(run(captured, "capture", fused))
+    if not case.shape.window:
+        later = next_loop(captured)
+        made += [run(later, "consume", fused) for _ in range(2)]
+        made += [run(both := mixed(later), "mixed", fused), *both.store.values(), *captured.store.values()]
     return [x for one in made for x in bits({"": one}).values()]
 
 
@@ -78,9 +89,10 @@ def all_ops(case: Case) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_promise_changes_no_bits(device: str, shape: Shape) -> None:
     case = build(replace(shape, device=device))
-    plain = all_ops(case)
+    fused = all(rows == 1 for _, rows in shape.sequences)
+    plain = all_ops(case, fused)
     with settled_rows():
-        early = all_ops(case)
+        early = all_ops(case, fused)
     assert len(plain) == len(early)
     assert all(torch.equal(one, other) for one, other in zip(plain, early, strict=True))
 
@@ -107,26 +119,27 @@ def test_what_is_read_early_depends_on_promises_and_on_the_op_before(ready: list
 def test_ops_right_behind_each_other_in_a_graph(context: int) -> None:
     """Each reads what the one ahead has just written: keys, references, lists."""
     sequences = ((context, 1), (context // 2, 1), (17, 1))
-    case = build(Shape(sequences, heads=(4, 4), head_dim=128, dtype=torch.bfloat16, device="cuda"))
+    shape = Shape(sequences, heads=(4, 4), head_dim=128, dtype=torch.bfloat16, device="cuda", gated=True)
+    case = mixed(build(shape))
     plain, early = case.copy(), case.copy()
 
-    def run(mine: Case) -> list[torch.Tensor]:
+    def chain(mine: Case) -> list[torch.Tensor]:
         outs = []
-        for op in ("dense", "capture", "consume", "consume", "capture", "consume"):
-            outs.append(call(mine, op, "triton"))
+        for op in ("dense", "capture", "consume", "consume", "mixed", "consume", "capture", "mixed", "mixed"):
+            outs.append(run(mine, op, fused=True))
             mine.q = mine.q + outs[-1] / 8  # a kernel between, and other queries
-            outs.append(call(mine, op, "triton"))  # none between
+            outs.append(run(mine, op, fused=True))  # none between
         return outs
 
     graphs = []
     for mine, promise in ((plain, nullcontext()), (early, settled_rows())):
         start = mine.q
         with promise:
-            run(mine)
+            chain(mine)
             mine.q = start
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs = run(mine)
+                outs = chain(mine)
         graphs.append((graph, outs))
     generator = torch.Generator("cuda").manual_seed(0)
     for _ in range(30):
