@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 
@@ -41,12 +42,14 @@ _ONE_ROW_EACH = {"query_rows": 1}  # none reads a key that another one writes
 
 def _selections_beside(run: Callable[Given, torch.Tensor]) -> Callable[Given, torch.Tensor]:
     """A run of an executor, in which what captures select is worked out beside the layers that follow. What describes
-    its rows is written ahead of its stages, and the first of them has a product ahead of its attention.
+    its rows is written ahead of its stages, so none of that is done by the kernel ahead of an attention op, unless one
+    is the first of its stage.
     """
 
     @wraps(run)
     def around(*args: Given.args, **kwargs: Given.kwargs) -> torch.Tensor:
-        with beside(args[0].device), settled_rows():  # type: ignore[attr-defined]
+        executor = cast("Executor", args[0])
+        with beside(executor.device), settled_rows() if executor.computes_first else nullcontext():
             return run(*args, **kwargs)
 
     return around
@@ -77,6 +80,8 @@ class Executor:
             for name, variant in program.variants.items()
         }
         self.compiler.prepare(cutter.codes.values())
+        stages = [cut for made in self.variants.values() for cut in made]
+        self.computes_first = not any(isinstance(call, OpCall) for cut in stages for call in cut.calls[:1])
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}

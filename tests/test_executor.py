@@ -124,3 +124,6 @@ def test_steps_promise_what_prompts_do_not(monkeypatch: pytest.MonkeyPatch) -> N
     made.whole(0)
     assert found == {"prefill": {False}, "decode": {True}}
     assert not rows_are_settled()
+    made.engine.executor.computes_first = False  # what an attention op would be directly behind is not known
+    made.whole(0)
+    assert found["decode"] == {True, False}
