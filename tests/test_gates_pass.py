@@ -128,6 +128,33 @@ def test_forms_that_are_found(form: str, roll: bool) -> None:
         assert bool(behind) == (form == "sigmoid read twice")
 
 
+class ChainedToy(GatedToy):
+    """Each attention's gate is the product of the one before with its own."""
+
+    def __init__(self) -> None:
+        super().__init__(self.form)
+        self.before: Tensor | None = None
+
+    def form(self, module: Any, out: Tensor, gate: Tensor, rows: Tensor) -> Tensor:
+        self.before = out.reshape(-1, 8) * torch.sigmoid(gate if self.before is None else self.before)
+        return self.before.unsqueeze(1)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        self.before = None
+        return super().forward(input_ids, position_ids)
+
+
+def test_a_gate_that_is_a_product_with_another_gate() -> None:
+    torch.manual_seed(0)
+    model = ChainedToy().double()
+    with_gates, without = (toy_compile(model, roll=False, fuse_gates=fuse) for fuse in (True, False))
+    assert counted(without) == (0, 3, 0)
+    taken, sigmoids, left_alone = counted(with_gates)
+    assert (taken, sigmoids) in ((3, 0), (0, 3))
+    assert left_alone == (taken == 0)
+    assert torch.equal(logits(with_gates), logits(without))
+
+
 def test_golden() -> None:
     check_golden("toy_gated_sparse", text_of(toy_compile(GatedToy(hrm)).variants["sparse"]))
 
