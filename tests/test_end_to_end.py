@@ -49,14 +49,27 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def check_margins(model: object, rows: list[torch.Tensor]) -> None:
-    """Token equality in float32 means something only if no two best logits are nearly tied."""
-    inputs = pad(rows)
-    out = model.generate(  # type: ignore[attr-defined]
+@functools.cache
+def plain_tokens(name: str) -> torch.Tensor:
+    """What transformers generates from the prompts. Token equality in float32 means something only if no two best
+    logits are nearly tied.
+    """
+    inputs = pad(prompts())
+    out = tiny_model(name).generate(
         **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     best = torch.stack(out.logits).topk(2).values
     assert float((best[..., 0] - best[..., 1]).min()) > 1e-4
+    return out.sequences[:, inputs["input_ids"].shape[1] :]
+
+
+@functools.cache
+def oracle(name: str, capture_loop: int, recapture_every: int | None) -> tuple[SparseOracle, torch.Tensor]:
+    """An oracle that has continued the prompts, and its tokens."""
+    made = SparseOracle(
+        tiny_model(name, dtype=torch.float64), 0.3, capture_loop=capture_loop, recapture_every=recapture_every
+    )
+    return made, torch.tensor([made.generate(prompt.tolist(), NEW) for prompt in prompts()])
 
 
 @pytest.mark.parametrize("roll", [True, False], ids=["rolled", "unrolled"])
@@ -64,10 +77,7 @@ def check_margins(model: object, rows: list[torch.Tensor]) -> None:
     "options", [{"key_retention": 1.0}, {"enabled": False}], ids=["retention 1.0", "off"]
 )
 def test_dense_equals_transformers(name: str, options: dict[str, object], roll: bool) -> None:
-    compiled = compiled_tiny(name, roll=roll, **options)
-    model = compiled.model
-    check_margins(model, prompts())
-    own = new_tokens(model, prompts())
+    compiled, own = compiled_tiny(name, roll=roll, **options), plain_tokens(name)
     assert compiled.program.rolled is roll
     assert torch.equal(new_tokens(compiled, prompts()), own)
     for row, prompt in enumerate(prompts()):
@@ -88,16 +98,11 @@ def test_dense_equals_transformers(name: str, options: dict[str, object], roll: 
 )
 def test_sparse_equals_the_oracle(name: str, options: dict[str, object]) -> None:
     compiled = compiled_tiny(name, torch.float64, key_retention=0.3, **options)
-    oracle = SparseOracle(
-        compiled.model,
-        0.3,
-        capture_loop=int(options.get("capture_loop", 1)),  # type: ignore[call-overload]
-        recapture_every=options.get("recapture_every"),  # type: ignore[arg-type]
-    )
-    want = torch.tensor([oracle.generate(prompt.tolist(), NEW) for prompt in prompts()])
+    capture_loop, recapture_every = options.get("capture_loop", 1), options.get("recapture_every")
+    made, want = oracle(name, capture_loop, recapture_every)  # type: ignore[arg-type]
     assert torch.equal(new_tokens(compiled, prompts()), want)
     kinds = {(site.layer, site.loop): site.kind for site in compiled.program.sites}
-    assert {(layer, loop): kind for layer, loop, kind in oracle.calls} == kinds
+    assert {(layer, loop): kind for layer, loop, kind in made.calls} == kinds
     compiled.engine.check_integrity()
 
 
