@@ -49,18 +49,23 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@functools.cache
-def plain_tokens(name: str) -> torch.Tensor:
-    """What transformers generates from the prompts. Token equality in float32 means something only if no two best
-    logits are nearly tied.
+def check_margins(model: object, rows: list[torch.Tensor]) -> torch.Tensor:
+    """What transformers generates from these rows. Token equality in float32 means something only if no two best logits
+    are nearly tied.
     """
-    inputs = pad(prompts())
-    out = tiny_model(name).generate(
+    inputs = pad(rows)
+    out = model.generate(  # type: ignore[attr-defined]
         **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     best = torch.stack(out.logits).topk(2).values
     assert float((best[..., 0] - best[..., 1]).min()) > 1e-4
     return out.sequences[:, inputs["input_ids"].shape[1] :]
+
+
+@functools.cache
+def plain_tokens(name: str) -> torch.Tensor:
+    """What transformers generates from the prompts."""
+    return check_margins(tiny_model(name), prompts())
 
 
 @functools.cache
