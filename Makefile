@@ -42,7 +42,7 @@ demo: $(STAMP)
 	$(BIN)/sparse-compile demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadscope $(TESTS)
 
 models: $(STAMP)
 	$(BIN)/python -W ignore tests/model_matrix.py

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from oracle import SparseOracle
@@ -35,19 +38,43 @@ def new_tokens(model: object, rows: list[torch.Tensor], **options: object) -> to
     return out[:, inputs["input_ids"].shape[1] :]
 
 
+@functools.cache
+def compiled_tiny(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model that tests share which only generate with it."""
+    return sparse_compile(tiny_model(name, dtype=dtype), **options)
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def check_margins(model: object, rows: list[torch.Tensor]) -> None:
-    """Token equality in float32 means something only if no two best logits are nearly tied."""
+def check_margins(model: object, rows: list[torch.Tensor]) -> torch.Tensor:
+    """What transformers generates from these rows. Token equality in float32 means something only if no two best logits
+    are nearly tied.
+    """
     inputs = pad(rows)
     out = model.generate(  # type: ignore[attr-defined]
         **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     best = torch.stack(out.logits).topk(2).values
     assert float((best[..., 0] - best[..., 1]).min()) > 1e-4
+    return out.sequences[:, inputs["input_ids"].shape[1] :]
+
+
+@functools.cache
+def plain_tokens(name: str) -> torch.Tensor:
+    """What transformers generates from the prompts."""
+    return check_margins(tiny_model(name), prompts())
+
+
+@functools.cache
+def oracle(name: str, capture_loop: int, recapture_every: int | None) -> tuple[SparseOracle, torch.Tensor]:
+    """An oracle that has continued the prompts, and its tokens."""
+    made = SparseOracle(
+        tiny_model(name, dtype=torch.float64), 0.3, capture_loop=capture_loop, recapture_every=recapture_every
+    )
+    return made, torch.tensor([made.generate(prompt.tolist(), NEW) for prompt in prompts()])
 
 
 @pytest.mark.parametrize("roll", [True, False], ids=["rolled", "unrolled"])
@@ -55,10 +82,7 @@ def check_margins(model: object, rows: list[torch.Tensor]) -> None:
     "options", [{"key_retention": 1.0}, {"enabled": False}], ids=["retention 1.0", "off"]
 )
 def test_dense_equals_transformers(name: str, options: dict[str, object], roll: bool) -> None:
-    model = tiny_model(name)
-    check_margins(model, prompts())
-    own = new_tokens(model, prompts())
-    compiled = sparse_compile(model, roll=roll, **options)
+    compiled, own = compiled_tiny(name, roll=roll, **options), plain_tokens(name)
     assert compiled.program.rolled is roll
     assert torch.equal(new_tokens(compiled, prompts()), own)
     for row, prompt in enumerate(prompts()):
@@ -78,32 +102,22 @@ def test_dense_equals_transformers(name: str, options: dict[str, object], roll: 
     ids=lambda options: ",".join(options) or "default",
 )
 def test_sparse_equals_the_oracle(name: str, options: dict[str, object]) -> None:
-    model = tiny_model(name, dtype=torch.float64)
-    compiled = sparse_compile(model, key_retention=0.3, **options)
-    oracle = SparseOracle(
-        model,
-        0.3,
-        capture_loop=int(options.get("capture_loop", 1)),  # type: ignore[call-overload]
-        recapture_every=options.get("recapture_every"),  # type: ignore[arg-type]
-    )
-    want = torch.tensor([oracle.generate(prompt.tolist(), NEW) for prompt in prompts()])
+    compiled = compiled_tiny(name, torch.float64, key_retention=0.3, **options)
+    capture_loop, recapture_every = options.get("capture_loop", 1), options.get("recapture_every")
+    made, want = oracle(name, capture_loop, recapture_every)  # type: ignore[arg-type]
     assert torch.equal(new_tokens(compiled, prompts()), want)
     kinds = {(site.layer, site.loop): site.kind for site in compiled.program.sites}
-    assert {(layer, loop): kind for layer, loop, kind in oracle.calls} == kinds
+    assert {(layer, loop): kind for layer, loop, kind in made.calls} == kinds
     compiled.engine.check_integrity()
 
 
 def test_sparse_differs_from_dense(name: str) -> None:
-    model = tiny_model(name)
-    assert not torch.equal(
-        new_tokens(sparse_compile(model, key_retention=0.1), prompts()),
-        new_tokens(sparse_compile(model, key_retention=1.0), prompts()),
-    )
+    sparse, dense = (compiled_tiny(name, torch.float64, key_retention=share) for share in (0.3, 1.0))
+    assert not torch.equal(new_tokens(sparse, prompts()), new_tokens(dense, prompts()))
 
 
 def test_rows_do_not_depend_on_batch_padding_or_order(name: str) -> None:
-    model = tiny_model(name, dtype=torch.float64)
-    compiled = sparse_compile(model, key_retention=0.3)
+    compiled = compiled_tiny(name, torch.float64, key_retention=0.3)
     batch = new_tokens(compiled, prompts())
     for row, prompt in enumerate(prompts()):
         assert torch.equal(new_tokens(compiled, [prompt])[0], batch[row])
@@ -114,10 +128,9 @@ def test_rows_do_not_depend_on_batch_padding_or_order(name: str) -> None:
 
 
 def test_dense_below_switches_row_by_row() -> None:
-    model = tiny_model("ouro", dtype=torch.float64)
-    dense = new_tokens(sparse_compile(model, enabled=False), prompts())
-    sparse = new_tokens(sparse_compile(model, key_retention=0.3), prompts())
-    mixed = new_tokens(sparse_compile(model, key_retention=0.3, dense_below=37), prompts())
+    ways = ({"enabled": False}, {"key_retention": 0.3}, {"key_retention": 0.3, "dense_below": 37})
+    made = (compiled_tiny("ouro", torch.float64, **options) for options in ways)
+    dense, sparse, mixed = (new_tokens(compiled, prompts()) for compiled in made)
     assert torch.equal(mixed[:3], dense[:3])  # 12 + 24 tokens never reach 37
     assert torch.equal(mixed[3], sparse[3])
 
@@ -140,7 +153,7 @@ def test_wrapping_changes_nothing(name: str) -> None:
 
 
 def test_growing_batches_and_contexts() -> None:
-    compiled = sparse_compile(tiny_model("ouro", dtype=torch.float64), key_retention=0.3)
+    compiled = compiled_tiny("ouro", torch.float64, key_retention=0.3)
     for batch, new in ((4, 8), (2, 64), (8, 8)):
         rows = prompts(lengths=(5,) * batch)
         out = compiled.generate(**pad(rows), max_new_tokens=new)
@@ -151,8 +164,8 @@ def test_growing_batches_and_contexts() -> None:
 
 
 def test_poisoned_pools_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("dory", dtype=torch.float64)
-    want = new_tokens(sparse_compile(model, key_retention=0.3), prompts())
+    compiled = compiled_tiny("dory", torch.float64, key_retention=0.3)
+    want = new_tokens(compiled, prompts())
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
@@ -160,15 +173,15 @@ def test_poisoned_pools_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    assert torch.equal(new_tokens(sparse_compile(model, key_retention=0.3), prompts()), want)
+    assert torch.equal(new_tokens(sparse_compile(compiled.model, key_retention=0.3), prompts()), want)
 
 
 @pytest.mark.parametrize("new", [1, 2])
 def test_one_and_two_tokens(name: str, new: int) -> None:
-    model = tiny_model(name)
+    compiled = compiled_tiny(name, roll=True, key_retention=1.0)
     one = prompts(lengths=(1,))[0][None]
-    own = model.generate(one, max_new_tokens=new, do_sample=False)
-    assert torch.equal(sparse_compile(model, key_retention=1.0).generate(one, max_new_tokens=new), own)
+    own = compiled.model.generate(one, max_new_tokens=new, do_sample=False)
+    assert torch.equal(compiled.generate(one, max_new_tokens=new), own)
 
 
 def prefix_inputs() -> dict[str, torch.Tensor]:
@@ -197,7 +210,7 @@ def test_prefix_lm_is_honoured() -> None:
 
 
 def test_prefix_lm_inputs_are_refused_where_they_mean_nothing() -> None:
-    compiled = sparse_compile(tiny_model("ouro"), key_retention=1.0)
+    compiled = compiled_tiny("ouro", roll=True, key_retention=1.0)
     with pytest.raises(ValueError, match="token_type_ids"):
         compiled.generate(**prefix_inputs(), max_new_tokens=2)
 
