@@ -88,7 +88,7 @@ def test_far_keys_are_found(model: OuroForCausalLM) -> None:
 
 
 def test_drafts_are_kept_and_change_no_token(model: OuroForCausalLM) -> None:
-    compiled = sparse_compile(model, key_retention=0.1, validate=False, progress=False)
+    compiled = _compiled(model)
     ids = tasks.to_ids(text.held_out_text()[3_000:3_100])[None]
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "min_new_tokens": 24}
     alone = compiled.generate(ids, **settings)

@@ -394,7 +394,7 @@ def test_two_thousand_requests(options: dict[str, Any]) -> None:
         wanted |= {ask: solo(model, ask, options["drafting"]) for ask in wanted if ask.kind == "sampled"}
     engine = make_model_engine(model, rows=4, pool_tokens=36, **options)
     faults, held, added = Faults(engine), set(), 0
-    fault = 0.08 if "drafting" in options else 0.04  # rounds are fewer than steps
+    fault = 0.15 if "drafting" in options else 0.08  # rounds are fewer than steps
     while added < REQUESTS or watch.wanted:
         name = str(chance.randrange(12))
         live = name in watch.wanted and name in engine.scheduler.requests
@@ -424,4 +424,4 @@ def test_two_thousand_requests(options: dict[str, Any]) -> None:
     drain(engine, watch)
     look = engine.metrics()
     assert look.requests_finished == REQUESTS
-    assert min(look.preemptions, look.resumed, look.failed_runs) > 12
+    assert min(look.preemptions, look.resumed, look.failed_runs) > 20
