@@ -29,7 +29,6 @@ from benchmarks.timing import conditions, graph_time
 from sparse_compile.kernels import ops, triton_backend  # noqa: F401
 from sparse_compile.kernels.arguments import Attention, Store
 from sparse_compile.kernels.retention import Retention
-from sparse_compile.kernels.settled import settled_rows
 from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 
 ROWS = (1, 2, 4, 8, 32, 128)
@@ -88,7 +87,6 @@ class Bench:
         self.fresh = torch.randn(2, p.rows, p.kv_heads, p.head_dim, **options)
         self.row_seq = torch.arange(1, p.rows + 1, dtype=torch.int32, device="cuda")
         self.length = torch.full((p.rows,), p.context, dtype=torch.int32, device="cuda")
-        self.position = self.length - 1
         self.zeros = torch.zeros(p.rows, dtype=torch.int32, device="cuda")
         self.retention = Retention.of(p.retention)
         capacity = -(-self.retention.count(p.context) // 64) * 64
@@ -120,7 +118,7 @@ class Bench:
     def attention(self, plane: int) -> Attention:
         return Attention(
             q=self.q[plane], k_pool=self.k_pool, v_pool=self.v_pool, block_table=self.table, row_seq=self.row_seq,
-            row_position=self.position, row_length=self.length, row_loop=self.zeros, plane=plane, plane_stride=0,
+            row_position=self.length - 1, row_length=self.length, row_loop=self.zeros, plane=plane, plane_stride=0,
             scale=self.point.head_dim**-0.5, k=self.fresh[0], v=self.fresh[1], query_rows=1,
         )  # fmt: skip
 
@@ -134,7 +132,7 @@ class Bench:
                 made.append(lambda a=a: triton_backend.capture(a, self.store, self.retention, self.out))
             else:
                 made.append(lambda a=a: triton_backend.consume(a, self.store, self.out))
-        return [settled_rows()(call) for call in made]
+        return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
         """Calls of one op, or of one half of a capture: attend, select."""
@@ -142,7 +140,7 @@ class Bench:
             triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
         if op in ("dense", "consume"):
             return self.calls(op)
-        return [settled_rows()(self._part(op, self.attention(plane))) for plane in range(self.planes)]
+        return [self._part(op, self.attention(plane)) for plane in range(self.planes)]
 
     def _part(self, op: str, a: Attention) -> Callable[[], Any]:
         def attend() -> triton_backend.Scratch:
@@ -166,7 +164,6 @@ class Bench:
             for plane, kv in enumerate(self.contiguous)
         ]
 
-    @settled_rows()
     def check(self) -> None:
         """The gate: one row of each op against float64; the retained sets against a sort. Raises on a difference."""
         p, a = self.point, self.attention(0)

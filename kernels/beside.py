@@ -59,11 +59,6 @@ def beside(device: torch.device) -> Iterator[None]:
         _wait(side, device, len(side.works))
 
 
-def runs_beside(device: torch.device) -> bool:
-    """Whether `run_beside` would launch on the second stream now."""
-    return device in _sides and _sides[device].blocks > 0
-
-
 def run_beside(
     device: torch.device, work: Callable[[], None], fills: Hashable, holding: object, size: int
 ) -> None:
@@ -71,10 +66,10 @@ def run_beside(
 
     fills: what readers name in `wait_for`. holding owns the `size` bytes of scratch that the work uses.
     """
-    if not runs_beside(device):
+    side = _sides.get(device)
+    if side is None or not side.blocks:
         work()
         return
-    side = _sides[device]
     side.stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side.stream):
         work()

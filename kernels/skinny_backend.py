@@ -71,7 +71,7 @@ def launch(
         EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
         NORM=norm is not None, GIVEN=sums is not None, GAIN=gain is not None,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
-        STAGES=tiles.stages, AHEAD=tiles.ahead if pdl else 0, PDL=pdl, UPCAST=not on_cuda,
+        STAGES=tiles.stages, AHEAD=tiles.ahead, PDL=pdl, UPCAST=not on_cuda,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -38,9 +38,11 @@ from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 from .triton_norms import COLUMNS, SLICES
 
-FORMAT = 3  # of the file, and of the kernel whose times it holds
+FORMAT = 4  # of the file, and of the kernel and the tiles whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
 ALONG_ROWS = 8  # of products that do a norm themselves where nothing is measured: with more it takes too long
+AHEAD = 256  # columns that products of up to `AHEAD_ROWS` ask for while they wait
+AHEAD_ROWS = 16  # with more, asking takes longer than it saves
 MEASURED_ROWS = 16  # of products of which it is measured whether they should
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
@@ -48,7 +50,7 @@ _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than 
 @dataclass(frozen=True)
 class Shape:
     """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
-    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight.
+    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight; mean as in `Norm`.
     """
 
     lines: int
@@ -57,6 +59,7 @@ class Shape:
     dtype: torch.dtype
     device: torch.device
     norm: Literal["", "norm", "weighted norm"] = ""
+    mean: bool = True
 
     def product(self, rows: int) -> Product:
         width = self.lines // (2 if self.gated else 1)
@@ -66,7 +69,7 @@ class Shape:
     def key(self) -> str:
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         kind = "gated" if self.gated else "linear"
-        kind = f"{self.norm}, {kind}" if self.norm else kind
+        kind = f"{self.norm}{'' if self.mean else ' by sum'}, {kind}" if self.norm else kind
         return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
 
 
@@ -149,7 +152,7 @@ def shape_of(weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor |
     """That of a product. Tensors may be fake."""
     lines, depth = weight.shape[0] * (1 if up is None else 2), weight.shape[1]
     kind: Any = "" if norm is None else "norm" if norm.weight is None else "weighted norm"
-    return Shape(lines, depth, gated, weight.dtype, weight.device, kind)
+    return Shape(lines, depth, gated, weight.dtype, weight.device, kind, norm is None or norm.mean)
 
 
 def _bucket(rows: int) -> int:
@@ -186,7 +189,8 @@ def default_choice(shape: Shape, bucket: int) -> Tiles:
 def _along(shape: Shape, bucket: int) -> Tiles:
     """Tiles of a product that does a norm itself, or of one without."""
     tiles = default_tiles(shape.product(bucket), gpu_of(shape.device))
-    return replace(tiles, pdl=starts_early(shape.device))
+    early = starts_early(shape.device)
+    return replace(tiles, pdl=early, ahead=AHEAD if early and bucket <= AHEAD_ROWS else 0)
 
 
 def _apart(shape: Shape, bucket: int) -> Tiles:
@@ -250,7 +254,7 @@ class _Bench:
         self.weights = [values(shape.lines) for _ in range(copies)]
         self.x = values(BUCKETS[-1])
         gain = values(1)[0] if shape.norm == "weighted norm" else None
-        self.norm = Norm(1e-6, gain) if shape.norm else None
+        self.norm = Norm(1e-6, gain, shape.mean) if shape.norm else None
 
     def ours(self, rows: int, tiles: Tiles) -> float | None:
         """None for tiles that the GPU has no room for."""

@@ -17,11 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_asks import ask_for_keys, ask_for_line
 from .triton_guesses import HALF
-from .triton_loops import attend_kept, attend_span, listed_keys, store_part
+from .triton_loops import attend_kept, attend_span, store_part
 from .triton_parts import LOG2E, finite_or_zero, merge_units, start_early, unit_size
-from .triton_select import select_row
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -35,20 +33,14 @@ _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 def write_kernel(
     k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_loop,
     k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride,
-    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`. READY as in
-    `attention_kernel`.
-    """
-    if READY == 0:
-        start_early(PDL)
+    """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
+    start_early(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
-    position = tl.load(row_position + row)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
-    if READY > 0:
-        start_early(PDL)
-    write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, position, row, base, head,
+    write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, tl.load(row_position + row), row, base, head,
               k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
 
 
@@ -108,42 +100,30 @@ def emit(
     tl.store(out + at[:, None] * D + d[None, :], result, mask=both)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_s", "plane", "plane_stride", "window", "site", "sites", "capacity", "numerator", "denominator",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
     gate, gate_t, gate_h, gate_d,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
-    cuts, starts, fixes, weights, bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
+    bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
     pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
-    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity, numerator, denominator,
+    plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_GATE: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, KEPT_EARLY: tl.constexpr, PRECISION: tl.constexpr,
-    SPAN: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
+    STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
+    MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
     SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
-    SELECTS: tl.constexpr, SMALL: tl.constexpr, SHORT: tl.constexpr, SAMPLE: tl.constexpr, PIECE: tl.constexpr,
-    GATHER: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    READY: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
 
     q [T, H, D]; pools [planes, pages, Hkv, PAGE, D]; out [T, H, D]; scores [T * H, scores_s] float32 (CAPTURES);
     stats [T * H, 2] the softmax maximum and sum (CAPTURES); part_* [T * H, SLOTS(, BD)] float32;
-    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch. SELECTS: the last program
-    of a tile selects for its rows, as `triton_select.select_kernel` would, from `cuts` on to GATHER with what it takes.
-
-    READY says what may be read before the kernel ahead has finished: 1, what describes the rows; 2, also what the store
-    lists for them, and then the first ASKED steps of keys are asked for; 0, nothing.
+    guess_* as in `triton_guesses`; arrived int32 [T * H], zero before and after every launch.
     """
-    if READY == 0:
-        start_early(PDL)
+    start_early(PDL)
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
     # Everything that addresses depend on is asked for at once.
@@ -181,12 +161,11 @@ def attention_kernel(
     length_m = tl.load(row_length + rows, mask=live, other=0)
     if MODE == _MIXED:
         length_m = tl.where(mode == 0, 0, length_m)
-    q_at = q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :]  # [BM, BD]
-    q_ok = live[:, None] & d_ok[None, :]
-    if READY == 1:
-        start_early(PDL)
-    if READY < 2:
-        q_tile = tl.load(q_at, mask=q_ok, other=0.0)
+    q_tile = tl.load(  # [BM, BD]
+        q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :],
+        mask=live[:, None] & d_ok[None, :],
+        other=0.0,
+    )
     length = tl.max(length_m, 0)
     first_m = length_m * 0
     first = 0
@@ -203,28 +182,8 @@ def attention_kernel(
         keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
     units = tl.cdiv(total, keys)
     start = span * SPAN * keys
-    end = tl.minimum(start + SPAN * keys, total)
     table_row = table + seq * table_s
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
-    line = (slot * sites + site) * HEADS + head0 if MODE != _DENSE else row0
-    kept_line = index + line * capacity
-    if ASKED > 0:
-        if kept:  # names of their own: in a mixed launch both are built, and their sizes differ
-            e = start + tl.arange(0, ASKED * BK)
-            ask_for_keys(
-                k_pool, v_pool, base, table_row, listed_keys(kept_line, e, end), e < end, pool_page, pool_token, PAGE,
-                D, ASSEMBLY,
-            )  # fmt: skip
-            ask_for_line(o_ref, line, start < total, D, ASSEMBLY)
-            ask_for_line(c_ref, line, start < total, D, ASSEMBLY)
-        else:
-            u = start + tl.arange(0, ASKED * BN)
-            ask_for_keys(
-                k_pool, v_pool, base, table_row, u + first, u < end, pool_page, pool_token, PAGE, D, ASSEMBLY
-            )
-    if READY == 2:
-        start_early(PDL)
-        q_tile = tl.load(q_at, mask=q_ok, other=0.0)
 
     # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
     last = tl.maximum(units - 1, 0) // SPAN
@@ -238,14 +197,15 @@ def attention_kernel(
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
+        end = tl.minimum(start + SPAN * keys, total)
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN
         if kept:
+            kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
-                q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, keys, d, d_ok, pool_page, pool_token,
-                scale, cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION, SPAN,
-                KEPT_EARLY,
+                q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale,
+                cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
             unit, m, l, acc = attend_span(
@@ -257,7 +217,6 @@ def attention_kernel(
             )  # fmt: skip
         REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
         PAIRS: tl.constexpr = SPAN > 1
-        merged = units <= (2 if PAIRS else 1)
         if units <= (2 if PAIRS else 1):
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
@@ -269,7 +228,6 @@ def attention_kernel(
             store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
-            merged = ticket == last
             if ticket == last:
                 tl.store(arrived + at_0, 0)
                 tl.debug_barrier()
@@ -286,17 +244,3 @@ def attention_kernel(
                     emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out,
                          gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
                          o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
-        if SELECTS:
-            if merged:
-                tl.debug_barrier()
-                for i in range(R * width):
-                    head = head0 + i % width
-                    at = (row0 + i // width) * HEADS + head
-                    place = tl.load(row_slot + row0 + i // width).to(tl.int64) * sites + site
-                    select_row(
-                        scores + at * scores_s, tl.load(stats + at * 2), tl.load(stats + at * 2 + 1), cuts, starts,
-                        v_pool, base, table_row, index, count, mass, c_ref, guess_acc, guess_stats, fixes, weights, at,
-                        head, tl.load(row_length + row0 + i // width), place, pool_page, pool_token, capacity,
-                        numerator, denominator, quantile, HEADS, D, PAGE, GUESSES, SLOTS, MIN_UNIT, MAX_UNITS, BN,
-                        SMALL, SHORT, SAMPLE, PIECE, GATHER, AHEAD, BD, FIRST, LAST, ASSEMBLY,
-                    )  # fmt: skip

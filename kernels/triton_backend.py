@@ -21,9 +21,8 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
-from .beside import beside, make_room, run_beside, runs_beside, wait_for
+from .beside import make_room, run_beside, wait_for
 from .retention import Retention
-from .settled import rows_are_settled
 from .skinny import starts_early
 from .triton_attention import (
     MODE_CAPTURE,
@@ -55,20 +54,8 @@ def dense(attention: Attention, out: Tensor) -> None:
 def capture(attention: Attention, store: Store, retention: Retention, out: Tensor) -> None:
     """`dense`, and each active row's reference written to its slot."""
     waited = _settle(attention, store)
-    rows = attention.rows
-    size = _part(attention)
-    if size >= rows:
-        scratch = _attend(attention, out, MODE_CAPTURE, store, retention, waited=waited)
-        _select(attention, store, retention, scratch)
-        return
-    with beside(attention.q.device):
-        for start in range(0, rows, size):
-            some = slice(start, start + size)
-            a, mine = _rows(attention, some), replace(store, row_slot=store.row_slot[some])
-            scratch = _attend(a, out[some], MODE_CAPTURE, mine, retention, waited=waited and start == 0)
-            if start + size < rows:
-                _select(a, mine, retention, scratch)
-    _select(a, mine, retention, scratch)  # of the last part, when all others are done
+    scratch = _attend(attention, out, MODE_CAPTURE, store, retention, waited=waited)
+    _select(attention, store, retention, scratch)
 
 
 def consume(attention: Attention, store: Store, out: Tensor) -> None:
@@ -90,21 +77,6 @@ def mixed(
     scratch = _attend(attention, out, MODE_MIXED, store, retention if captures else None, row_mode, waited)
     if captures:
         _select(attention, store, retention, scratch, row_mode)
-
-
-def _part(a: Attention) -> int:
-    """Rows that are captured at a time: a multiple of 4, so that addresses stay aligned. Rows that read what others
-    write, and those whose selections run beside what follows anyway, stay together.
-    """
-    if a.query_rows != 1 or runs_beside(a.q.device):
-        return a.rows
-    return 4 * cdiv(a.rows, 4 * tiles_for(a).parts)
-
-
-def _rows(a: Attention, some: slice) -> Attention:
-    """A call with some of its rows."""
-    names = ("q", "row_seq", "row_position", "row_length", "row_loop", "k", "v", "bias", "sink", "gate")
-    return replace(a, **{name: x[some] for name in names if (x := getattr(a, name)) is not None})
 
 
 def _precision(q: Tensor) -> str:
@@ -130,10 +102,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
         kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     if mode == MODE_CONSUME:
-        at_once = (tiles.kept_programs or 3) * _multiprocessors(a.q.device)
-        pairs = lines * cdiv(kept, 2) <= at_once < lines * kept
-        span = tiles.kept_span or (2 if pairs else 1)
-        return cdiv(kept, span), span, tiles.stages or 3
+        return kept, 1, tiles.stages or 3
     unit, units = tiles.units(keys)
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
@@ -145,15 +114,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
-    crowded |= tiles.fill_waves and _filled_waves(lines * programs, at_once) > 1.03 * _filled_waves(
-        lines * programs, 3 * at_once // 4
-    )
     return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
-
-
-def _filled_waves(programs: int, at_once: int) -> float:
-    """How full waves of programs are on average."""
-    return programs / (at_once * max(1, cdiv(programs, at_once)))
 
 
 def _attend(
@@ -187,13 +148,11 @@ def _attend(
     if writes and not fuse:
         _write(a, k, v, waited)
     heads = a.heads if per_head else a.kv_heads
-    joined = captures and mode == MODE_CAPTURE and _joined(a, tiles)
     programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
     gate = a.q if a.gate is None else a.gate
-    ready = _ready(a.q.device, mode)
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
@@ -201,55 +160,23 @@ def _attend(
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
         scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
         scratch.guess_acc, scratch.guess_stats,
-        scratch.cuts, scratch.starts, scratch.fixes, scratch.weights,
         bias, sink, bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0, sink.stride(0), sink.stride(1),
         a.q.stride(0), a.q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *a.k_pool.stride()[:4], a.block_table.stride(0), scratch.scores.stride(0),
         a.plane, a.plane_stride, a.scale, a.softcap, _quantile(retention), a.window,
-        s.site, s.count.shape[1], s.capacity, *_ratio(retention),
+        s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None, HAS_GATE=a.gate is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
-        BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, KEPT_EARLY=tiles.kept_early,
-        PRECISION=_precision(a.q),
+        BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
-        READY=ready, ASKED=tiles.asked if ready == 2 and (pdl or a.q.device.type == "cpu") else 0,
-        SELECTS=joined, **_search(a, scratch, retention if joined else None),
-        num_warps=tiles.kept_warps if mode == MODE_CONSUME else tiles.warps, **_early(pdl and not waited),
-        **_limit(a, tiles, mode, stages),
+        num_warps=tiles.warps, **_early(pdl and not waited),
+        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
     )  # fmt: skip
-    _note(a.q.device, selects=joined)
     return scratch
-
-
-_selecting: set[tuple[torch.device, int]] = set()
-"""Streams on which an attention op would be behind what fills the store, for all that is known."""
-
-
-def _note(device: torch.device, selects: bool) -> None:
-    """What a kernel that was launched on the current stream does to the store."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    (_selecting.add if selects else _selecting.discard)((device, stream))
-
-
-def _ready(device: torch.device, mode: int) -> int:
-    """What an attention kernel may read before the one ahead has finished, as `attention_kernel` says."""
-    if not rows_are_settled():
-        return 0
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return 1 if mode in (MODE_CONSUME, MODE_MIXED) and (device, stream) in _selecting else 2
-
-
-def _joined(a: Attention, tiles: Tiles) -> bool:
-    """Whether attention selects for the rows that it captures, as far as it can."""
-    return tiles.joined and tiles.parts == 1 and not runs_beside(a.q.device)
-
-
-def _ratio(retention: Retention | None) -> tuple[int, int]:
-    return (retention.numerator, retention.denominator) if retention is not None else (0, 1)
 
 
 def _query_rows(a: Attention, per_head: bool) -> int:
@@ -271,17 +198,7 @@ def _early(pdl: bool) -> dict[str, bool]:
 
 def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:
     """As many per thread as let `programs` share a multiprocessor: the compiler would take a few more."""
-    most = min(255, 65536 // (programs * warps * 32) // 8 * 8)
-    return {"maxnreg": most} if a.q.device.type == "cuda" else {}
-
-
-def _limit(a: Attention, tiles: Tiles, mode: int, stages: int) -> dict[str, int]:
-    """The registers of an attention kernel."""
-    if mode == MODE_MIXED or (mode == MODE_CONSUME and not tiles.kept_programs):
-        return {}
-    if mode == MODE_CONSUME:
-        return _registers(a, tiles.kept_programs, tiles.kept_warps)
-    return _registers(a, 4 if stages == 2 else 3, tiles.warps)
+    return {"maxnreg": 65536 // (programs * warps * 32) // 8 * 8} if a.q.device.type == "cuda" else {}
 
 
 def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
@@ -290,8 +207,8 @@ def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
     write_kernel[(a.rows, a.kv_heads)](
         k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim),
-        READY=int(rows_are_settled()), PDL=pdl, num_warps=1, **_early(pdl and not waited),
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), PDL=pdl,
+        num_warps=1, **_early(pdl and not waited),
     )  # fmt: skip
 
 
@@ -320,16 +237,11 @@ def _select(
 ) -> None:
     """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
 
-    joined = row_mode is None and _joined(a, scratch.tiles)
-
     def work() -> None:
-        if not joined:
-            _short(a, store, retention, scratch, row_mode)
+        _short(a, store, retention, scratch, row_mode)
         if scratch.long:
             _cut(a, retention, scratch, row_mode)
             _retain(a, store, retention, scratch, row_mode)
-        if not runs_beside(a.q.device):  # there readers wait for what they read, and then start late
-            _note(a.q.device, selects=True)
 
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 
@@ -349,7 +261,7 @@ def _short(
 ) -> None:
     """The whole selection of rows that one program holds in registers, and where to search in longer ones."""
     tiles = scratch.tiles
-    most = _most(scratch)
+    most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
     select_kernel[(a.heads, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.starts, *_selected(a, store, row_mode),
@@ -358,42 +270,8 @@ def _short(
         MIXED=row_mode is not None, SMALL=min(tiles.small_scores, most), NB=most,
         SAMPLE=tiles.sample if scratch.long else 0, PIECE=min(most, 32 * warps * tiles.thread_keys),
         PDL=starts_early(a.q.device), **_sums(a, retention, scratch, warps),
-        num_warps=warps, **_early(_early_select(a, tiles)), **_registers(a, 16 // warps, warps),
+        num_warps=warps, **_registers(a, 16 // warps, warps),
     )  # fmt: skip
-
-
-def _early_select(a: Attention, tiles: Tiles) -> bool:
-    """Behind attention, on its stream, with nothing else to wait for."""
-    alone = tiles.parts == 1 and not runs_beside(a.q.device)
-    return tiles.select_early and starts_early(a.q.device) and alone
-
-
-def _most(scratch: Scratch) -> int:
-    """The most keys of a row that one program selects for."""
-    return min(scratch.tiles.short, next_power_of_2(max(4 * scratch.tiles.block, scratch.keys)))
-
-
-def _search(a: Attention, scratch: Scratch, retention: Retention | None) -> dict[str, int]:
-    """How attention selects for short rows, with as many warps as it has; None: it does not."""
-    if retention is None:
-        return dict.fromkeys(("SMALL", "SHORT", "SAMPLE", "PIECE", "GATHER", "AHEAD", "FIRST", "LAST"), 0)
-    tiles, most = scratch.tiles, _most(scratch)
-    sizes = {
-        "SMALL": min(tiles.small_scores, most),
-        "SHORT": most,
-        "SAMPLE": tiles.sample if scratch.long else 0,
-        "PIECE": min(most, 2 * 32 * tiles.warps * tiles.thread_keys),
-        "GATHER": tiles.gather_block,
-        "AHEAD": _ahead(a, scratch, tiles.warps),
-    }
-    return sizes | _always(retention, scratch)
-
-
-def _ahead(a: Attention, scratch: Scratch, warps: int) -> int:
-    """Steps of gathered values that are on their way at a time."""
-    tiles = scratch.tiles
-    ahead = tiles.gather_bytes * 32 * warps // (tiles.gather_block * scratch.width * a.v_pool.element_size())
-    return max(1, min(8, ahead))
 
 
 def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
@@ -449,6 +327,7 @@ def _places(a: Attention, store: Store) -> tuple[int, ...]:
 def _sums(a: Attention, retention: Retention, scratch: Scratch, warps: int) -> dict[str, Any]:
     """How the keys of a row lie in units, and how their values are summed."""
     tiles = scratch.tiles
+    ahead = tiles.gather_bytes * 32 * warps // (tiles.gather_block * scratch.width * a.v_pool.element_size())
     shape = {"HEADS": a.heads, "G": a.group, "D": a.head_dim, "PAGE": a.page_size, "BD": scratch.width}
     units = {
         "SLOTS": scratch.units,
@@ -456,5 +335,5 @@ def _sums(a: Attention, retention: Retention, scratch: Scratch, warps: int) -> d
         "MAX_UNITS": tiles.max_units,
         "BLOCK": tiles.block,
     }
-    reads = {"GUESSES": scratch.guesses, "BN": tiles.gather_block, "AHEAD": _ahead(a, scratch, warps)}
+    reads = {"GUESSES": scratch.guesses, "BN": tiles.gather_block, "AHEAD": max(1, min(8, ahead))}
     return shape | units | reads | _always(retention, scratch) | {"ASSEMBLY": a.q.device.type == "cuda"}

@@ -62,59 +62,28 @@ def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def listed_keys(kept_line, e, end):
-    """int32 [BK]: the keys at the places e [BK] of a retained list; key 0 from `end` on."""
-    return tl.load(kept_line + e, mask=e < end, other=0)
-
-
-@triton.jit
 def attend_kept(
-    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, keys, d, d_ok, pool_page, pool_token, scale, cap,
-    live, bias, bias_m, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap, live,
+    bias, bias_m, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD]). With a SPAN of 2 they
-    may be two units, of which the first has `keys`, merged as `merge_units` would. EARLY: pages are looked up one step
-    ahead, and listed keys two.
-    """
+    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
-    m_a, l_a, acc_a = m, l, acc  # the first of two units
     e = tl.arange(0, BK)
-    if EARLY:
-        n = listed_keys(kept_line, start + e, end)
-        place = page_of(table_row, n, start + e < end, PAGE) * PAGE + n % PAGE
-        n_next = listed_keys(kept_line, start + BK + e, end)
     for e0 in tl.range(start, end, BK, num_stages=STAGES):
         ok = e0 + e < end
-        if EARLY:
-            n_after = listed_keys(kept_line, e0 + 2 * BK + e, end)
-            place_next = page_of(table_row, n_next, e0 + BK + e < end, PAGE) * PAGE + n_next % PAGE
-            page = place.to(tl.uint32, bitcast=True) // PAGE
-        else:
-            n = listed_keys(kept_line, e0 + e, end)
-            page, place = page_of(table_row, n, ok, PAGE), n
-        k = load_keys(k_pool, base, page, place, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
-        v = load_keys(v_pool, base, page, place, ok, d, d_ok, PAGE, pool_page, pool_token)
+        n = tl.load(kept_line + e0 + e, mask=ok, other=0)
+        page = page_of(table_row, n, ok, PAGE)
+        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
+        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
         s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
         if HAS_CAP:
             s = soft_cap(s, cap)
         if HAS_BIAS:
             s = add_bias(s, bias, bias_m, n, live[:, None] & ok[None, :])
         m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, m, 0, BM, PRECISION)
-        if EARLY:
-            place, n_next = place_next, n_after
-        if SPAN > 1:
-            if (e0 + BK == start + keys) & (e0 + BK < end):
-                m_a, l_a, acc_a = m, l, acc
-                m = tl.full([BM], float("-inf"), tl.float32)
-                l = tl.zeros([BM], tl.float32)
-                acc = tl.zeros([BM, BD], tl.float32)
-    if SPAN > 1:
-        if end - start > keys:
-            m, l, acc = merge_pair(m_a, l_a, acc_a, m, l, acc)
     return m, l, acc
 
 

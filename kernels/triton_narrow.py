@@ -203,10 +203,10 @@ def narrow_kernel(
     A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a
     time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every launch.
     """
-    head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(row_length + row)  # the kernel ahead writes neither
-    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     start_early(PDL)
+    head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(row_length + row)
+    wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     unit = tl.multiple_of(unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK), BLOCK)
     start = part * unit
     if wanted & (length > SHORT) & (start < length):

@@ -123,75 +123,6 @@ def add_units(part_acc, part_l, line, units, d, SLOTS: tl.constexpr, BD: tl.cons
     return tree_sum(acc, WIDE, BD), tl.sum(tree_sum(weights[:, None], WIDE, 1), 0)
 
 
-@triton.jit
-def select_row(
-    own, maximum, every, cuts, starts, v_pool, base, table_row, index, count, mass, c_ref, guess_acc, guess_stats,
-    fixes, weights, at, head, length, place, pool_page, pool_token, capacity, numerator, denominator, quantile,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GUESSES: tl.constexpr, SLOTS: tl.constexpr,
-    MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, NB: tl.constexpr,
-    SAMPLE: tl.constexpr, PIECE: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """The selection of one row and head, number `at` of all, from its scores at `own`, as `select_kernel` says. `base`
-    is the place of its head's values in page 0, `place` that of the row's slot and site.
-    """
-    top = sortable(maximum)
-    keep = retained_count(length, numerator, denominator, FIRST, LAST)
-    if SAMPLE > 0:
-        if length > NB:
-            bracket_row(own, cuts + at * 2, starts + at * 2, top, length, keep, quantile, SAMPLE, FIRST, LAST)
-    if (length > 0) & (length <= NB):
-        cut, ties = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-        if length <= SMALL:
-            cut, ties = cut_row(own, top, length, keep, quantile, SMALL, FIRST, LAST)
-        elif NB > SMALL:
-            cut, ties = cut_row(own, top, length, keep, quantile, NB, FIRST, LAST)
-        unit = unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK)
-        u = tl.arange(0, SLOTS)
-        guess, which = tl.full([SLOTS], HIGHEST, tl.int32), u
-        if GUESSES > 0:
-            guess, which = choose_guess(
-                guess_stats, (at * SLOTS + u) * GUESSES, u * unit < length, cut, GUESSES
-            )
-        s = tl.load(own + tl.arange(0, PIECE))
-        entry = place * HEADS + head
-        limit = tl.minimum(keep, capacity)
-        fix_line, weight_line = fixes + at * capacity, weights + at * capacity
-        entries = limit
-        again = True
-        while again:
-            entries = list_unit(
-                s, own, table_row, index + entry * capacity, fix_line, weight_line, 0, length, length, cut,
-                ties, guess, unit, maximum, limit, SLOTS, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
-            )  # fmt: skip
-            tl.debug_barrier()
-            again = (entries >= limit) & (tl.min(guess, 0) < HIGHEST)
-            guess = tl.where(again, HIGHEST, guess)
-        d = tl.arange(0, BD)
-        if GUESSES > 0:  # on its way before the values are
-            more, heavier = sum_guesses(
-                guess_acc,
-                guess_stats,
-                (at * SLOTS + u) * GUESSES + which,
-                guess < HIGHEST,
-                maximum,
-                d,
-                SLOTS,
-                BD,
-            )
-        sums, weight = sum_listed(
-            fix_line, weight_line, tl.minimum(entries, limit), v_pool, base, d, d < D, pool_page, pool_token,
-            PAGE, BN, AHEAD, BD,
-        )  # fmt: skip
-        if GUESSES > 0:
-            sums += more
-            weight += heavier
-        if head == 0:
-            tl.store(count + place, keep)
-        tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
-        tl.store(mass + entry, weight / every)
-
-
 @triton.jit(
     do_not_specialize=[
         "table_s",
@@ -221,24 +152,71 @@ def select_kernel(
 
     fixes [T * H, capacity] and weights [T * H, capacity] are scratch.
     """
+    start_early(PDL)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # Of the rows, the kernel ahead writes nothing.
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    start_early(PDL)
     at = row * HEADS + head
     maximum, every = tl.load(stats + at * 2), tl.load(stats + at * 2 + 1)
-    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
-    if wanted:
-        select_row(
-            scores + at * scores_s, maximum, every, cuts, starts, v_pool, base, table + seq * table_s, index, count,
-            mass, c_ref, guess_acc, guess_stats, fixes, weights, at, head, length, slot * sites + site, pool_page,
-            pool_token, capacity, numerator, denominator, quantile, HEADS, D, PAGE, GUESSES, SLOTS, MIN_UNIT,
-            MAX_UNITS, BLOCK, SMALL, NB, SAMPLE, PIECE, BN, AHEAD, BD, FIRST, LAST, ASSEMBLY,
+    own, top = scores + at * scores_s, sortable(maximum)
+    keep = retained_count(length, numerator, denominator, FIRST, LAST)
+    if SAMPLE > 0:
+        if wanted & (length > NB):
+            bracket_row(own, cuts + at * 2, starts + at * 2, top, length, keep, quantile, SAMPLE, FIRST, LAST)
+    if wanted & (length > 0) & (length <= NB):
+        cut, ties = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        if length <= SMALL:
+            cut, ties = cut_row(own, top, length, keep, quantile, SMALL, FIRST, LAST)
+        elif NB > SMALL:
+            cut, ties = cut_row(own, top, length, keep, quantile, NB, FIRST, LAST)
+        unit = unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK)
+        u = tl.arange(0, SLOTS)
+        guess, which = tl.full([SLOTS], HIGHEST, tl.int32), u
+        if GUESSES > 0:
+            guess, which = choose_guess(
+                guess_stats, (at * SLOTS + u) * GUESSES, u * unit < length, cut, GUESSES
+            )
+        s = tl.load(own + tl.arange(0, PIECE))
+        entry = (slot * sites + site) * HEADS + head
+        limit = tl.minimum(keep, capacity)
+        fix_line, weight_line = fixes + at * capacity, weights + at * capacity
+        entries = limit
+        again = True
+        while again:
+            entries = list_unit(
+                s, own, table + seq * table_s, index + entry * capacity, fix_line, weight_line, 0, length, length, cut,
+                ties, guess, unit, maximum, limit, SLOTS, PAGE, PIECE, FIRST, LAST, ASSEMBLY,
+            )  # fmt: skip
+            tl.debug_barrier()
+            again = (entries >= limit) & (tl.min(guess, 0) < HIGHEST)
+            guess = tl.where(again, HIGHEST, guess)
+        d = tl.arange(0, BD)
+        base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + (head // G) * pool_head
+        if GUESSES > 0:  # on its way before the values are
+            more, heavier = sum_guesses(
+                guess_acc,
+                guess_stats,
+                (at * SLOTS + u) * GUESSES + which,
+                guess < HIGHEST,
+                maximum,
+                d,
+                SLOTS,
+                BD,
+            )
+        sums, weight = sum_listed(
+            fix_line, weight_line, tl.minimum(entries, limit), v_pool, base, d, d < D, pool_page, pool_token,
+            PAGE, BN, AHEAD, BD,
         )  # fmt: skip
+        if GUESSES > 0:
+            sums += more
+            weight += heavier
+        if head == 0:
+            tl.store(count + slot * sites + site, keep)
+        tl.store(c_ref + entry * D + d, sums / weight, mask=d < D)
+        tl.store(mass + entry, weight / every)
 
 
 @triton.jit(
@@ -269,15 +247,14 @@ def retain_kernel(
     fixes [T * H, capacity], weights [T * H, capacity], part_acc [T * H, SLOTS, BD] and part_l [T * H, SLOTS] are
     scratch; arrived int32 [T * H] is zero before and after every launch.
     """
+    start_early(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # Of the rows, the kernel ahead writes nothing.
+    # What depends on the length alone is asked for at once.
     length = tl.load(row_length + row)
     slot = tl.load(row_slot + row).to(tl.int64)
     seq = tl.load(row_seq + row).to(tl.int64)
     loop = tl.load(row_loop + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
-    start_early(PDL)
-    # What depends on the length alone is asked for at once.
     at = row * HEADS + head
     mine = at * SLOTS + part
     cut = tl.load(cuts + at * 2)

@@ -29,9 +29,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_asks import ASKED_BYTES, ask
-
 RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
+
+PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
+PREFETCH_BYTES = tl.constexpr(64)  # that one request is sure to bring
 
 
 @triton.jit
@@ -120,13 +121,16 @@ def weight_at(tile, r, N, w_n, w_up, BN: tl.constexpr, GATED: tl.constexpr, HALF
 
 @triton.jit
 def ask_for_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-                   HALF: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Ask for columns k0 .. k0 + AHEAD of the program's lines, as far as they go."""
-    PER: tl.constexpr = ASKED_BYTES * 8 // w.dtype.element_ty.primitive_bitwidth
+                   HALF: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache, as far as they go."""
+    PER: tl.constexpr = PREFETCH_BYTES * 8 // w.dtype.element_ty.primitive_bitwidth
     line, n = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
     k = k0 + tl.arange(0, AHEAD // PER) * PER
     wanted = (n < N)[:, None] & (k < end)[None, :]
-    ask(w + tl.where(wanted, line[:, None] + k[None, :], 0), wanted, ASSEMBLY)
+    at = w + tl.where(wanted, line[:, None] + k[None, :], 0)
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @triton.jit
@@ -200,7 +204,7 @@ def skinny_kernel(
     end = tl.minimum(start + steps * BK, K)
     if PDL:
         if AHEAD > 0:
-            ask_for_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD, not UPCAST)
+            ask_for_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD)
         # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
         # kernels read what those have written without a wait of their own.
         gdc_wait()

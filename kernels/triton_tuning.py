@@ -19,13 +19,9 @@ class Tiles:
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
     row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
-    leaves either to the number of programs; with `fill_waves` the depth is also that with which waves are fuller.
-    `asked` steps of a program are brought into the L2 cache before the kernel ahead has finished, 0: none.
+    leaves either to the number of programs.
 
-    Retained keys (consume): the same with `kept_block`, `kept_stages`, `kept_warps`, `min_kept` and `max_kept`. A
-    program takes `kept_span` units, 1 or 2; None leaves it to their number. Registers are limited so that
-    `kept_programs` share a multiprocessor, 0: not at all. `kept_early`: where keys lie is looked up a step ahead, and
-    references are asked for before the keys.
+    Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
 
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In
     rows of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores
@@ -36,28 +32,18 @@ class Tiles:
     lists `thread_keys` of a piece, and values are summed in steps of `gather_block`, as many of which are on their
     way at a time as make `gather_bytes` per thread.
 
-    Where selections do not run beside what follows, `joined` has the program that merges a row select for it too,
-    `select_early` starts the kernel that selects before attention has finished, or a capture of many rows runs in
-    `parts`: what one part selects is worked out beside the attention of the next.
-
-    `block`, `min_unit` and `max_units`, the same three of retained keys, `kept_warps`, `guesses`, `short` and
-    `gather_block` change bits; nothing else does.
+    `block`, `min_unit` and `max_units`, the same three of retained keys, `guesses`, `short` and `gather_block` change
+    bits; nothing else does.
     """
 
     block: int = 64
     stages: int | None = None
     span: int | None = None
-    fill_waves: bool = False
-    asked: int = 1
     min_unit: int = 256
     max_units: int = 16
     warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
-    kept_warps: int = 4
-    kept_span: int | None = 1
-    kept_programs: int = 0
-    kept_early: bool = False
     min_kept: int = 512
     max_kept: int = 16
     guesses: int = 3
@@ -73,20 +59,11 @@ class Tiles:
     thread_keys: int = 8
     gather_block: int = 8
     gather_bytes: int = 64
-    joined: bool = False
-    select_early: bool = False
-    parts: int = 1
 
     def __post_init__(self) -> None:
-        if self.kept_span not in (None, 1, 2):
-            raise ValueError(
-                f"kept_span={self.kept_span} must be 1 or 2, or None: two units of a program are a pair"
-            )
-        if self.asked < 0 or self.asked & (self.asked - 1):
-            raise ValueError(f"asked={self.asked} must be 0 or a power of two")
-        free = ("stages", "kept_stages", "guesses", "span", "kept_span", "kept_programs", "asked")
+        free = ("stages", "kept_stages", "guesses", "span")
         for name, value in vars(self).items():
-            if name not in free and not isinstance(value, bool) and (value < 1 or value & (value - 1)):
+            if name not in free and (value < 1 or value & (value - 1)):
                 raise ValueError(f"{name}={value} must be a power of two")
         for name in ("small_scores", "sample"):
             if getattr(self, name) > self.short:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, cast
+from typing import Any, ParamSpec
 
 import torch
 
 from ..kernels.beside import beside
 from ..kernels.prefill import Heads, Prompts, prefill_attention
 from ..kernels.retention import Retention
-from ..kernels.settled import settled_rows
 from ..passes.pieces import CutStage, Cutter, Name, OpCall
 from ..passes.program import (
     MODE_INPUTS,
@@ -41,15 +39,11 @@ _ONE_ROW_EACH = {"query_rows": 1}  # none reads a key that another one writes
 
 
 def _selections_beside(run: Callable[Given, torch.Tensor]) -> Callable[Given, torch.Tensor]:
-    """A run of an executor, in which what captures select is worked out beside the layers that follow. What describes
-    its rows is written ahead of its stages, so none of that is done by the kernel ahead of an attention op, unless one
-    is the first of its stage.
-    """
+    """A run of an executor, in which what captures select is worked out beside the layers that follow."""
 
     @wraps(run)
     def around(*args: Given.args, **kwargs: Given.kwargs) -> torch.Tensor:
-        executor = cast("Executor", args[0])
-        with beside(executor.device), settled_rows() if executor.computes_first else nullcontext():
+        with beside(args[0].device):  # type: ignore[attr-defined]
             return run(*args, **kwargs)
 
     return around
@@ -80,8 +74,6 @@ class Executor:
             for name, variant in program.variants.items()
         }
         self.compiler.prepare(cutter.codes.values())
-        stages = [cut for made in self.variants.values() for cut in made]
-        self.computes_first = not any(isinstance(call, OpCall) for cut in stages for call in cut.calls[:1])
         self.state: Environment = {name: getattr(pool, name) for name in POOL_INPUTS}
         if store is not None:
             self.state |= {name: getattr(store, name) for name in STORE_INPUTS}
@@ -283,9 +275,9 @@ class Executor:
 
     def _layers(self, stages: Sequence[CutStage], environment: Environment, plan: RowPlan, op: RunOp) -> None:
         """Runs stages that all rows go through, and adds what they make to `environment`."""
-        loops = [torch.full_like(plan.row_loop, cut.stage.loop) for cut in stages]
-        for cut, row_loop in zip(stages, loops, strict=True):
-            environment |= self._run(cut, environment | {"row_loop": row_loop}, op)
+        for cut in stages:
+            environment["row_loop"] = torch.full_like(plan.row_loop, cut.stage.loop)
+            environment |= self._run(cut, environment, op)
 
     def _environment(self, plan: RowPlan) -> Environment:
         """Every input that a stage may ask for, before the first stage runs."""

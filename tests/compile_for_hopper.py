@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,13 +26,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from sparse_compile.kernels import dispatch, ops, skinny_backend  # noqa: F401
-from sparse_compile.kernels.settled import settled_rows
 from sparse_compile.kernels.skinny import Norm, Rotary
+from sparse_compile.kernels.skinny_choice import AHEAD
 from sparse_compile.kernels.skinny_tuning import Product, default_tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ON_GPU = {"ASSEMBLY": True, "PDL": True, "UPCAST": False}
 compiled: set[tuple[Any, ...]] = set()
+assembly: list[str] = []
 _run = JITFunction.run
 
 
@@ -45,7 +45,8 @@ def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
     key = (kernel.fn, *((name, str(value)) for name, value in sorted(options.items())))
     if key not in compiled:
         compiled.add(key)
-        _run(kernel, *args, grid=grid, warmup=True, launch_pdl=True, **options)
+        made = _run(kernel, *args, grid=grid, warmup=True, launch_pdl=True, **options)
+        assembly.append(made.asm["ptx"])
 
 
 def pretend() -> None:
@@ -61,12 +62,9 @@ def pretend() -> None:
     dispatch.triton_obstacle = lambda *_: ""
 
 
-def attend(case: Case, op: str, early: bool, query_rows: int = 1, **more: Any) -> None:
-    """early: twice, since what a call reads early depends on the one before."""
+def attend(case: Case, op: str, query_rows: int = 1, **more: Any) -> None:
     args, kwargs = arguments(case, op, "triton")
-    with settled_rows() if early else nullcontext():
-        for _ in range(2 if early else 1):
-            getattr(torch.ops.sparse_compile, op)(*args, **kwargs, query_rows=query_rows, **more)
+    getattr(torch.ops.sparse_compile, op)(*args, **kwargs, query_rows=query_rows, **more)
 
 
 def referring(shape: Shape) -> Case:
@@ -78,7 +76,7 @@ def referring(shape: Shape) -> Case:
 
 
 def product(rows: int, width: int, depth: int, gated: bool = False, norm: bool = False, **more: Any) -> None:
-    tiles = replace(default_tiles(Product(rows, width, depth, gated)), pdl=True, ahead=512)
+    tiles = replace(default_tiles(Product(rows, width, depth, gated)), pdl=True, ahead=AHEAD)
     x, weight = torch.zeros(rows, depth), torch.zeros(width * (2 if gated else 1), depth)
     made = {"norm": Norm(1e-6, None)} if norm else {}
     for apart in (False, True) if norm else (False,):
@@ -96,20 +94,19 @@ def calls() -> dict[str, Callable[[], None]]:
     long = build(Shape(((9000, 1),), heads=(2, 2), head_dim=64, dtype=torch.float16))
     turn = Rotary(torch.zeros(4, 64), torch.zeros(4, 64), 128)
     made: dict[str, Callable[[], None]] = {
-        "window": partial(attend, window, "dense", early=True),
-        "blocks": partial(attend, blocks, "dense", early=True, query_rows=4),
-        "rows that read others": partial(attend, blocks, "dense", early=True, query_rows=0),
-        "long": partial(attend, long, "capture", early=True),
-        "long mixed": partial(attend, long, "mixed", early=True),
+        "window": partial(attend, window, "dense"),
+        "blocks": partial(attend, blocks, "dense", query_rows=4),
+        "rows that read others": partial(attend, blocks, "dense", query_rows=0),
+        "long": partial(attend, long, "capture"),
+        "long mixed": partial(attend, long, "mixed"),
         "linear": partial(product, 4, 256, 1024),
         "activation": partial(product, 4, 256, 1024, gated=True, norm=True),
         "heads": partial(product, 4, 256, 1024, rotary=turn),
         "many rows": partial(product, 64, 256, 1024, norm=True),
     }
     for op in ("dense", "capture", "consume", "mixed"):
-        made |= {f"{op}, early": partial(attend, plain, op, early=True)}
-        made |= {f"{op}, gated": partial(attend, gated, op, early=False)}
-    made["mixed without captures"] = partial(attend, gated, "mixed", early=True, captures=False)
+        made |= {op: partial(attend, plain, op), f"{op}, gated": partial(attend, gated, op)}
+    made["mixed without captures"] = partial(attend, gated, "mixed", captures=False)
     return made
 
 
@@ -122,7 +119,8 @@ def main() -> None:
             failed[name] = ""
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[-600:]}"
-    json.dump({"triton": triton.__version__, "kernels": len(compiled), "failed": failed}, sys.stdout)
+    made = {"kernels": len(compiled), "asking": sum("prefetch.global.L2" in one for one in assembly)}
+    json.dump({"triton": triton.__version__, **made, "failed": failed}, sys.stdout)
 
 
 if __name__ == "__main__":

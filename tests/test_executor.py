@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from sparse_compile import CompiledModel, sparse_compile
-from sparse_compile.kernels import batched
-from sparse_compile.kernels.settled import rows_are_settled
 from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.plan import Segment
@@ -104,26 +101,3 @@ def test_a_program_that_is_not_rolled_has_no_loop_to_stop_at() -> None:
     batch = Sequences(engine, 1)
     with pytest.raises(ValueError, match="loops=1: the program is not rolled, rolling is off"):
         engine.executor.decode(engine.plans.build([batch.row(0)], loops=1))
-
-
-def test_steps_promise_what_prompts_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a step may start on its rows early; that of the first rows of a prompt may not."""
-    compiled("ouro")  # which runs steps too
-    found: dict[str, set[bool]] = {"prefill": set(), "decode": set()}
-    phase = ["prefill"]
-    for op in ("dense", "capture", "consume"):
-        run = getattr(batched, op)
-
-        def noted(*args: object, run: Callable[..., None] = run) -> None:
-            found[phase[0]].add(rows_are_settled())
-            run(*args)
-
-        monkeypatch.setattr(batched, op, noted)
-    made = sequences("ouro", 1)  # which reads its prompt
-    phase[0] = "decode"
-    made.whole(0)
-    assert found == {"prefill": {False}, "decode": {True}}
-    assert not rows_are_settled()
-    made.engine.executor.computes_first = False  # what an attention op would be directly behind is not known
-    made.whole(0)
-    assert found["decode"] == {True, False}

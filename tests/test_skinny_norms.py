@@ -306,13 +306,24 @@ def test_tiles_for_fixed_bits_give_a_row_the_same(dtype: torch.dtype, weighted: 
 def test_norms_are_choices_of_their_own() -> None:
     weight = torch.empty(2048, 512, dtype=torch.bfloat16)
     shapes = [
-        skinny_choice.shape_of(weight, False, norm) for norm in (None, Norm(1e-6), Norm(1e-5, weight[0]))
+        skinny_choice.shape_of(weight, False, norm)
+        for norm in (None, Norm(1e-6), Norm(1e-5, weight[0]), Norm(1e-6, mean=False))
     ]
-    assert len({shape.key for shape in shapes}) == 3
+    assert len({shape.key for shape in shapes}) == 4
     assert shapes[0].key.endswith("| linear 2048x512 torch.bfloat16"), (
         "what was measured before keeps its name"
     )
-    assert [shape.product(4).gain for shape in shapes] == [False, False, True]
+    assert [shape.product(4).gain for shape in shapes] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_the_norm_that_runs_is_the_one_that_is_measured(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one kernel for the mean of the squares, and several for their sum."""
+    monkeypatch.setattr(skinny_choice, "_ROTATE_BYTES", 1)
+    weight = torch.empty(48, 64, dtype=torch.bfloat16)
+    bench = skinny_choice._Bench(skinny_choice.shape_of(weight, False, Norm(1e-5, weight[0], mean)))
+    assert bench.norm is not None
+    assert bench.norm.mean == mean
 
 
 def test_many_rows_have_a_kernel_for_the_norm() -> None:

@@ -310,27 +310,6 @@ def test_auto_is_batched_on_the_cpu_and_obstacles_are_named() -> None:
         call(build(Shape(((9, 1),), dtype=torch.float64)), "dense", "triton")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_how_retained_units_are_shared_changes_no_bits(
-    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One or two of them in a program, whatever is looked up ahead, and however deep the pipeline is."""
-    from sparse_compile.kernels import triton_backend
-
-    lengths = ((1, 1), (33, 1), (70, 1), (100, 1), (130, 1))
-    case = build(Shape(lengths, heads=(4, 2), retention="0.5", dtype=dtype, device=device))
-    case = next_loop(run(case, "capture")[1])
-    results = []
-    for span, early, stages in ((1, False, 2), (2, False, 2), (2, True, 3), (1, True, 2), (None, True, 2)):
-        made = replace(SMALL, max_kept=4, kept_span=span, kept_early=early, kept_stages=stages)
-        monkeypatch.setattr(triton_backend, "tiles_for", lambda attention, made=made: made)
-        results.append(run(case, "consume")[0])
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    truth = call(case.to(torch.float64), "consume", "reference")
-    assert_as_good_as_eager(results[0], naive_consume(case), truth)
-
-
 @pytest.mark.parametrize("processors", [1, 132])
 @given(pages=st.integers(1, 4000), lines=st.integers(1, 4000), mode=st.integers(0, 1))
 def test_every_row_has_its_programs(processors: int, pages: int, lines: int, mode: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICES, SITE, Case, Shape, arguments, build, call, live_rows, plane_of
+from kernel_cases import DEVICES, SITE, Case, Shape, build, call, plane_of
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -141,55 +141,6 @@ def test_what_a_row_leaves_depends_on_the_row_alone(device: str) -> None:
             want = alone.store[name][slot, SITE]
             assert torch.equal(together.store[name][slot, SITE], want), (row, name)
             assert torch.equal(wide.store[name][slot, SITE], want), (row, name)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.parametrize("keep", [(0, 0), (2, 3)])
-@pytest.mark.parametrize("span", [None, 2])
-def test_where_rows_are_selected_changes_no_bits(
-    keep: tuple[int, int],
-    heads: tuple[int, int],
-    span: int | None,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In the kernel of attention, of rows with one unit and with more, and of longer ones, for which other kernels do
-    the rest; and of some rows at a time.
-    """
-    lengths = ((1, 1), (16, 1), (70, 1), (100, 1), (200, 1))
-    case = build(
-        Shape(
-            lengths,
-            heads=heads,
-            dtype=torch.bfloat16,
-            padding=1,
-            keep_first=keep[0],
-            keep_last=keep[1],
-            device=device,
-            gated=heads == (4, 2),
-        )
-    )
-    results = []
-    for change in ({}, {"joined": True}, {"parts": 2}):
-        made = replace(TILES, short=128, span=span, **change)
-        monkeypatch.setattr(
-            "sparse_compile.kernels.triton_backend.tiles_for", lambda attention, made=made: made
-        )
-        args, kwargs = arguments(mine := case.copy(), "capture", "triton")
-        results.append((torch.ops.sparse_compile.capture(*args, **kwargs, query_rows=1), mine))
-    out, plain = results[0]
-    for other, store in ((made, after.store) for made, after in results[1:]):
-        assert torch.equal(out, other)
-        for row in live_rows(case):
-            slot = int(case.store["row_slot"][row])
-            count = int(plain.store["count"][slot, SITE])
-            assert int(store["count"][slot, SITE]) == count
-            wanted = {name: plain.store[name][slot, SITE] for name in ("index", "mass", "c_ref", "o_ref")}
-            wanted["index"] = wanted["index"][:, :count]
-            for name, want in wanted.items():
-                mine = store[name][slot, SITE]
-                assert torch.equal(mine[:, :count] if name == "index" else mine, want), (row, name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
