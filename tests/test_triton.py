@@ -7,6 +7,7 @@ units, merges and partial blocks.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -275,6 +276,30 @@ def test_strides_of_a_gate_do_not_matter(device: str, op: str) -> None:
         got, _ = run(replace(later, gate=gate), op)
         assert torch.equal(got, run(replace(later, gate=gate.contiguous()), op)[0])
         assert not torch.equal(got, run(later.ungated, op)[0])
+
+
+@pytest.mark.gpu
+def test_keys_are_written_when_what_is_ahead_is_done() -> None:
+    """By a kernel of its own, of rows that others read: each call overwrites keys that the one ahead has just read."""
+    sequences = ((3000, 4), (1500, 4), (17, 4))
+    case = build(Shape(sequences, heads=(4, 4), head_dim=64, dtype=torch.bfloat16, device="cuda"))
+    fresh = [(case.k * scale, case.v * scale) for scale in (1.0, -2.0, 0.5, 3.0)]
+
+    def chain(mine: Case, settle: Callable[[], None]) -> list[torch.Tensor]:
+        outs = []
+        for k, v in fresh:
+            outs.append(call(replace(mine, k=k, v=v), "dense", "triton"))
+            settle()
+        return outs
+
+    want = chain(case.copy(), torch.cuda.synchronize)
+    mine, graph = case.copy(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain(mine, lambda: None)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, one) for got, one in zip(outs, want, strict=True))
 
 
 @pytest.mark.gpu
