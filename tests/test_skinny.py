@@ -132,8 +132,13 @@ def test_gate_and_up_may_lie_anywhere(
     places = (slice(-width, None), slice(0, width)) if before else (slice(0, width), slice(-width, None))
     gate, up = (room[place].copy_(half) for place, half in zip(places, weight.chunk(2), strict=True))
     assert torch.equal(kernel("gated", tiles, up=up, **{**given, "weight": gate}), whole)
-    assert torch.equal(skinny.gated(x, gate, up=up), skinny.gated(x, weight)) or DEVICE == "cuda"
-    assert torch.equal(skinny.gated(x, gate, up=up, fixed=True), skinny.gated(x, weight, fixed=True))
+    made, wanted = (
+        skinny.gated(x, *of, fixed=True, up=other) for of, other in (((gate,), up), ((weight,), None))
+    )
+    if DEVICE == "cuda":
+        assert torch.equal(made, wanted)
+    else:  # two products of a library add in another order than one of twice the width
+        torch.testing.assert_close(made, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_two_weights_that_are_no_gate_and_up_are_refused() -> None:
