@@ -5,6 +5,7 @@
     python -m benchmarks.decode --systems sparse,transformers-static@2x32768     one of them at points of its own
     python -m benchmarks.decode --systems sparse,dense --breakdown --plot steps.png
     python -m benchmarks.decode --model ouro-1.4b,dory,hrm-text --breakdown      several models, one after the other
+    python -m benchmarks.decode --model hrm-text --gates-apart --breakdown       with gates in attention, and without
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
 
@@ -52,7 +53,7 @@ def parse_points(text: str) -> list[Point]:
     return points
 
 
-def setup_of(options: argparse.Namespace, name: str) -> Setup:
+def setup_of(options: argparse.Namespace, name: str, fuse_gates: bool = True) -> Setup:
     """A model and the options of all systems."""
     return make_setup(
         name,
@@ -61,6 +62,7 @@ def setup_of(options: argparse.Namespace, name: str) -> Setup:
         key_retention=options.retention,
         dense_below=options.dense_below,
         prefill_chunk=options.prefill_chunk,
+        fuse_gates=fuse_gates,
     )
 
 
@@ -70,7 +72,7 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
         "model": setup.name,
         "batch": point.batch,
         "context": point.context,
-        "system": name,
+        "system": name if setup.config.fuse_gates else f"{name}-gates-apart",
     }
     free_memory()
     started = time.perf_counter()
@@ -97,7 +99,8 @@ def measure(name: str, setup: Setup, point: Point, options: argparse.Namespace) 
     print(json.dumps(shown), flush=True)
     if "breakdown" in row:
         print(
-            breakdown.table(f"{setup.name} {point} {name}", row["breakdown"], traffic, BANDWIDTH), flush=True
+            breakdown.table(f"{setup.name} {point} {row['system']}", row["breakdown"], traffic, BANDWIDTH),
+            flush=True,
         )
     return row
 
@@ -149,6 +152,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=10, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--breakdown", action="store_true", help="time by kernel class, and other_ms")
+    parser.add_argument(
+        "--gates-apart",
+        action="store_true",
+        help="systems of ours once more, with the gates of attention outside of its kernels (fuse_gates=False)",
+    )
     parser.add_argument("--plot", type=Path, help="a picture of the breakdown")
     parser.add_argument("--extras", default="", help=f"some of {','.join(EXTRAS)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
@@ -207,14 +215,16 @@ def run_model(name: str, options: argparse.Namespace, report: dict[str, Any]) ->
     """Adds to the report what is to be measured of one model."""
     setup = setup_of(options, name)
     check(setup)
+    apart = setup_of(options, name, fuse_gates=False) if options.gates_apart else None
     shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
     report.update(run_extras(setup, options, shared))
     write(report, options.out)
     # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
     for system, points in options.systems.items():
         for point in points:
-            report["rows"].append(measure(system, setup, point, options))
-            write(report, options.out)  # after every row, so that an interrupted run leaves what it measured
+            for one in filter(None, (setup, apart if system in OURS else None)):
+                report["rows"].append(measure(system, one, point, options))
+                write(report, options.out)  # after every row: an interrupted run leaves what it measured
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

@@ -89,9 +89,9 @@ def ouro(
 
 
 def hrm_text(attended: Tensor, h: Tensor, made: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms without weights ahead of both branches; attention is gated."""
+    """Norms without weights ahead of both branches; attention has applied its gate."""
     o, down, gate_up, behind = w
-    h = h + F.linear(attended * torch.sigmoid(made[..., -attended.shape[-1] :]), o)
+    h = h + F.linear(attended, o)
     gate, up = F.linear(unit(h), gate_up).chunk(2, -1)
     h = h + F.linear(F.silu(gate) * up, down)
     return h, F.linear(unit(h), behind)

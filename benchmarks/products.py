@@ -5,12 +5,14 @@
     TRITON_INTERPRET=1 python -m benchmarks.products --tiny                      on the CPU: does the script run?
 
 Products: each shape at each number of rows, the library (F.linear, without what follows it) against the Triton kernel
-with its default tiles, and at 4 and 32 rows with other tiles, in CUDA graphs over rotating weights. Every kernel is
-compared with float64 before it is timed. The floor is the time to read the weight at READ_TBS.
+with the tiles that the runtime has where nothing is measured ("default"), and at 4 and 32 rows with other tiles, in
+CUDA graphs over rotating weights. Every kernel is compared with float64 before it is timed. The floor is the time to
+read the weight at READ_TBS.
 
 Chain: what lies between two attention calls of an Ouro layer (o, norm, residual, norm, gate and up, down, norm,
 residual, norm, q and k and v), with weights of their own for each layer, layers x loops of them in one CUDA graph,
-compiled by Inductor: all of a step outside of attention but the embedding, the rotary embedding and the head.
+compiled by Inductor: all of a step outside of attention but the embedding, the rotary embedding and the head. "ours, as
+in the runtime" has the tiles that the runtime has; the others those of one rule for all products.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ from sparse_compile.runtime.compiler import PieceCompiler
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SWEPT = (4, 32)
 CHAIN_ROWS = (1, 2, 4, 8, 32)
-AHEAD = (0, 1024)  # columns that are asked for ahead of time in the chain
+AHEAD = (0, 256, 512, 1024)  # columns that are asked for ahead of time in the chain
 READ_TBS = 4.35  # reading alone, one H200
 ROTATE_BYTES = 200 << 20
 Calls = list[Callable[[], Any]]
-Pick = Callable[..., Tiles]  # of the arguments of `skinny_choice.tiles_maybe`
+Pick = Callable[..., Tiles | None]  # of the arguments of `skinny_choice.tiles_maybe`
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ def precompile(bench: Bench, sweep: bool) -> None:
     for name, (lines, depth, gated) in bench.model.products().items():
         for rows in bench.rows:
             product = Product(rows, lines // (2 if gated else 1), depth, gated)
-            tried = [default_tiles(product)]
+            tried = [default_tiles(product), shipped(bench, rows, lines, depth, gated)]
             if sweep and rows in SWEPT and name != "head":
-                tried += [*swept(product), *(early(ahead, product) for ahead in AHEAD)]
+                tried += swept(product)
             for tiles in tried:
                 jobs[padded_rows(rows, tiles.slices), lines, depth, gated, tiles] = None
     workers = min(14, os.cpu_count() or 1)
@@ -136,18 +138,25 @@ def compile_one(job: tuple[int, int, int, bool, Tiles]) -> None:
         )
 
 
+def shipped(bench: Bench, rows: int, lines: int, depth: int, gated: bool) -> Tiles:
+    """Those of the runtime where nothing is measured."""
+    shape = skinny_choice.Shape(lines, depth, gated, torch.bfloat16, torch.device(bench.device))
+    return skinny_choice.default_choice(shape, rows)
+
+
 def early(ahead: int, product: Product) -> Tiles:
     """The default tiles, started before the kernel ahead has finished."""
     return replace(default_tiles(product), pdl=True, ahead=ahead)
 
 
 def swept(product: Product) -> list[Tiles]:
-    """Tiles to try beside the default."""
+    """Tiles to try: the default with a late start, and others."""
     first = default_tiles(product)
     height = 2 if product.gated else 1
     wide = Tiles(lines=64 // height, columns=128, slices=1, stages=5)
     blocks = -(-product.width // wide.lines)
     tried = [
+        first,
         replace(first, columns=256, stages=2 * first.stages - 1),
         replace(first, columns=1024, slices=8, warps=8, stages=3),
         replace(first, lines=2 * first.lines, columns=256, stages=4),
@@ -155,10 +164,9 @@ def swept(product: Product) -> list[Tiles]:
         replace(first, splits=2, stages=min(4, first.stages)),
         replace(first, lines=16, columns=256, warps=4),
         *(replace(wide, splits=max(1, min(8, round(per_sm * 132 / blocks)))) for per_sm in (1, 2)),
-        early(0, product),
-        early(512, product),
+        *(early(ahead, product) for ahead in AHEAD),
     ]
-    return [tiles for tiles in dict.fromkeys(tried) if tiles != first]
+    return list(dict.fromkeys(tried))
 
 
 def check(got: Tensor, x: Tensor, weight: Tensor, gated: bool) -> None:
@@ -185,15 +193,15 @@ def product_row(
     """One line of the table."""
     lines, depth = weights[0].shape
     product = Product(rows, lines // (2 if gated else 1), depth, gated)
-    x, tiles = bench.values(rows, depth), default_tiles(product)
+    x, tiles = bench.values(rows, depth), shipped(bench, rows, lines, depth, gated)
     times = {tiles: time_tiles(bench, x, weights, gated, tiles)}
     for other in swept(product) if sweep else ():
-        if bench.in_time:
+        if bench.in_time and other not in times:
             times[other] = time_tiles(bench, x, weights, gated, other)
     known = {made: us for made, us in times.items() if us is not None}
     best = min(known, key=known.__getitem__) if known else tiles
     alone = [made for made in known if not made.pdl]
-    bench.best[name, rows] = min(alone, key=known.__getitem__) if alone else tiles
+    bench.best[name, rows] = min(alone, key=known.__getitem__) if alone else default_tiles(product)
     floor = product.weight_bytes / READ_TBS / 1e6
     return {
         "product": name, "rows": rows, "floor_us": floor,
@@ -330,7 +338,8 @@ def picks(bench: Bench) -> dict[str, Pick]:
         return early(ahead, skinny_choice.shape_of(*call).product(rows))
 
     starts = {f"ours, early start, {ahead} ahead": functools.partial(early_pick, ahead) for ahead in AHEAD}
-    return {"ours": default_pick, "ours, best tiles": best, **starts}
+    own = {"ours, as in the runtime": skinny_choice.tiles_maybe}
+    return {"ours": default_pick, "ours, best tiles": best, **starts, **own}
 
 
 def time_chain(bench: Bench, chain_rows: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Attention:
     c * tanh(s / c). k, v [T, Hkv, D] are the rows' fresh keys and values; an implementation that writes them itself
     reads them from here. `query_rows` as in `ops`. bias [T, H or 1, keys] is added to the capped score of each key.
     sink [T, H] is the score of one more key with a value of zero, which dense and capture count in the softmax and no
-    consume keeps.
+    consume keeps. gate [T, H, D]: the result is multiplied with sigmoid(gate); what a capture stores is not.
     """
 
     q: Tensor
@@ -64,6 +64,7 @@ class Attention:
     query_rows: int = 0
     bias: Tensor | None = None
     sink: Tensor | None = None
+    gate: Tensor | None = None
 
     @property
     def rows(self) -> int:

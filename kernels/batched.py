@@ -37,7 +37,7 @@ def dense(
     """
     _clear(attention, out, rows)
     for attended in _attend_all(attention, rows, _static(attention, static)):
-        out[attended.rows] = attended.output.to(out.dtype)
+        out[attended.rows] = _gated(attention, attended.rows, attended.output).to(out.dtype)
 
 
 def capture(
@@ -51,9 +51,8 @@ def capture(
     """`dense`, and for each active row its kept keys, mass, O_ref and C_ref written to its slot."""
     _clear(attention, out, rows)
     for attended in _attend_all(attention, rows, _static(attention, static)):
-        output = attended.output.to(out.dtype)
-        out[attended.rows] = output
-        _store_reference(attention, store, retention, attended, output)
+        out[attended.rows] = _gated(attention, attended.rows, attended.output).to(out.dtype)
+        _store_reference(attention, store, retention, attended, attended.output.to(out.dtype))
 
 
 def consume(
@@ -79,7 +78,7 @@ def consume(
         kept = min(kept, max(1, int(store.count[slot, store.site].max())))
     per_row = 2 * attention.heads * kept * attention.head_dim
     for part in chosen.split(max(1, tiles.GATHERED // per_row)):
-        out[part] = _consume_rows(attention, store, part, kept).to(out.dtype)
+        out[part] = _gated(attention, part, _consume_rows(attention, store, part, kept)).to(out.dtype)
 
 
 def mixed(
@@ -115,6 +114,16 @@ def _mixed_static(
     corrected = torch.empty_like(out)
     consume(reads_kept, store, corrected, static=True)
     out.copy_(torch.where((row_mode == CONSUME)[:, None, None], corrected, out))
+
+
+def _gated(attention: Attention, rows: Tensor, result: Tensor) -> Tensor:
+    """sigmoid(gate) * result [..., H, D] of rows int64 [...], where there is a gate; inactive rows stay zero."""
+    if attention.gate is None:
+        return result
+    # How a sigmoid is computed on the CPU may follow from where its operand lies in memory.
+    share = torch.sigmoid(attention.gate[rows].to(result.dtype).contiguous())
+    active = attention.row_length[rows] > 0
+    return torch.where(active[..., None, None], share * result, result)
 
 
 def _static(attention: Attention, static: bool | None) -> bool:

@@ -39,8 +39,18 @@ def check_attention(attention: Attention, k: Tensor, v: Tensor) -> None:
         q.dtype == k.dtype, f"q is {q.dtype} but k and the pool are {k.dtype}; convert q to the pool's dtype"
     )
     _expect(q.device == k.device, f"q is on {q.device} but k is on {k.device}")
+    _check_gate(attention)
     _expect(attention.window >= 0, f"window={attention.window} must be 0 (none) or a number of keys")
     _expect(attention.softcap >= 0, f"softcap={attention.softcap} must be 0 (none) or positive")
+
+
+def _check_gate(attention: Attention) -> None:
+    q, gate = attention.q, attention.gate
+    if gate is None:
+        return
+    _expect(gate.shape == q.shape, f"gate must be {list(q.shape)}, as q, got {list(gate.shape)}")
+    _expect(gate.dtype == q.dtype, f"gate is {gate.dtype} but q is {q.dtype}; they must agree")
+    _expect(gate.device == q.device, f"gate is on {gate.device} but q is on {q.device}")
 
 
 def check_write(

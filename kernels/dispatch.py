@@ -22,7 +22,7 @@ from .retention import Retention
 
 _PLAN = ("k_pool", "v_pool", "block_table", "row_seq", "row_position", "row_length", "row_loop")
 _STORE = ("row_slot", "index", "count", "mass", "o_ref", "c_ref")
-"""Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot."""
+"""Tensor arguments after q, k, v, in schema order; the mixed op has row_mode behind row_slot. A gate may follow."""
 
 
 @functools.cache
@@ -195,7 +195,9 @@ def mixed(
     return out
 
 
-def site(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap: float) -> Tensor:
+def site(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, *, scale: float, window: int, softcap: float
+) -> Tensor:
     raise RuntimeError(
         "sparse_compile::site was executed: it only marks an attention call while a model is traced, and "
         "this graph was never "
@@ -212,7 +214,9 @@ def _operands(
 
 
 def _named(names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
-    return dict(zip(names, tensors, strict=True))
+    """The tensors by name; behind those of `names` there may be a gate."""
+    given, gate = tensors[: len(names)], tensors[len(names) :]
+    return dict(zip(names, given, strict=True)) | dict(zip(("gate",), gate, strict=False))
 
 
 def _check(attention: Attention, k: Tensor, v: Tensor, store: Store | None = None) -> None:

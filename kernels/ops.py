@@ -22,7 +22,9 @@ of one prefill chunk see each other. `implementation` is one of `arguments.IMPLE
 caller promises of the rows: 0 nothing, 1 that none reads a key that another one writes (rows of different sequences, or
 at different loops), R > 1 that each R consecutive rows belong to one sequence and loop. `captures=False` promises that
 no row of a mixed call has mode capture. `keep_first` and `keep_last`: so many of the first and last visible keys are
-retained whatever their scores (`retention.Retention`). The ops are for inference and define no gradient.
+retained whatever their scores (`retention.Retention`). With `gate` [T, H, D], of q's dtype, dense, capture, consume and
+mixed return sigmoid(gate) times their result, computed before the one rounding; O_ref, C_ref and mass in the store are
+those without a gate. The ops are for inference and define no gradient.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ _STORE_WRITTEN = (
     "Tensor row_slot, Tensor(c!) index, Tensor(d!) count, Tensor(e!) mass, Tensor(f!) o_ref, Tensor(g!) c_ref"
 )
 _STORE_READ = "Tensor row_slot, Tensor index, Tensor count, Tensor mass, Tensor o_ref, Tensor c_ref"
+_GATE = "Tensor? gate=None"
 _PLANE = "int plane, int plane_stride"
 _RETENTION = "int retention_num, int retention_den"
 _HOW = "str implementation, int query_rows=0"
@@ -59,19 +62,19 @@ SCHEMAS = {
         "(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
         f"Tensor row_seq, Tensor row_position, Tensor row_loop, *, {_PLANE}) -> ()"
     ),
-    "dense": f"({_ROWS}, *, {_PLANE}, float scale, int window, float softcap, {_HOW}) -> Tensor",
+    "dense": f"({_ROWS}, {_GATE}, *, {_PLANE}, float scale, int window, float softcap, {_HOW}) -> Tensor",
     "capture": (
-        f"({_ROWS}, {_STORE_WRITTEN}, *, {_PLANE}, int site, float scale, float softcap, {_RETENTION}, "
+        f"({_ROWS}, {_STORE_WRITTEN}, {_GATE}, *, {_PLANE}, int site, float scale, float softcap, {_RETENTION}, "
         f"{_HOW}, {_ALWAYS}) -> Tensor"
     ),
     "consume": (
-        f"({_ROWS}, {_STORE_READ}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) -> Tensor"
+        f"({_ROWS}, {_STORE_READ}, {_GATE}, *, {_PLANE}, int site, float scale, float softcap, {_HOW}) -> Tensor"
     ),
     "mixed": (
-        f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, *, {_PLANE}, "
+        f"({_ROWS}, {_STORE_WRITTEN.replace('row_slot,', 'row_slot, Tensor row_mode,')}, {_GATE}, *, {_PLANE}, "
         f"int site, float scale, float softcap, {_RETENTION}, {_HOW}, bool captures=True, {_ALWAYS}) -> Tensor"
     ),
-    "site": "(Tensor q, Tensor k, Tensor v, *, float scale, int window, float softcap) -> Tensor",
+    "site": f"(Tensor q, Tensor k, Tensor v, {_GATE}, *, float scale, int window, float softcap) -> Tensor",
     "cached_dense": f"({_CACHED}, Tensor? sink, *, {_CACHED_HOW}) -> Tensor",
     "cached_capture": (
         f"({_CACHED}, Tensor? sink, Tensor slot, *, {_RETENTION}, {_CACHED_HOW}, {_ALWAYS}) -> "

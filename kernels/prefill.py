@@ -4,7 +4,8 @@ Prompts are compute-bound: many queries of one sequence read the same keys, whic
 made for. Their keys and values are written to the pool for the rows that follow; a chunk that does not begin its
 sequence gathers what is in the pool before it.
 
-Computes what the op `dense` computes of the same rows, in another order of additions.
+Computes what the op `dense` computes of the same rows, in another order of additions. A gate is applied to what
+PyTorch's kernel has rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import glu, scaled_dot_product_attention
 
 _ops = torch.ops.sparse_compile
 
@@ -65,11 +66,18 @@ class Heads(NamedTuple):
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, prompts: Prompts, heads: Heads
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    prompts: Prompts,
+    heads: Heads,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Write the rows' keys and values, then attend: [T, H, D] in q's dtype, zeros for rows of no chunk.
 
-    q [T, H, D]; k, v [T, Hkv, D]; pools [planes, pages, Hkv, page_size, D]. Soft caps and heads above 256, which
+    q, gate [T, H, D]; k, v [T, Hkv, D]; pools [planes, pages, Hkv, page_size, D]. Soft caps and heads above 256, which
     PyTorch's kernels do not know, go through the op `dense`.
     """
     p, plane = prompts, {"plane": heads.plane, "plane_stride": 0}
@@ -85,12 +93,13 @@ def prefill_attention(
             *rows,
             p.row_length,
             p.row_loop,
+            gate,
             **plane,
             **numbers,
             implementation="auto",
         )
     _ops.kv_write(k, v, k_pool, v_pool, *rows, p.row_loop, **plane)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out, result = _room(q, gate)
     done = 0
     for row, count, alike in _batches(p.chunks):
         done = row + count * len(alike)
@@ -100,8 +109,21 @@ def prefill_attention(
         else:
             keys, values = (_gather(pool[heads.plane], p.block_table, alike[0]) for pool in (k_pool, v_pool))
             out[row:done] = _attend(q[None, row:done], keys[None], values[None], heads, alike[0])[0]
-    out[done:] = 0
-    return out
+    if gate is not None:  # in the wide dtype, and rounded once
+        result = glu(result, dim=-1)
+    result[done:] = 0
+    return result
+
+
+def _room(q: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where attention goes [T, H, D], and what it is a part of: with a gate its first half, and the gate the second."""
+    if gate is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return out, out
+    both = q.new_empty(*q.shape[:-1], 2 * q.shape[-1])
+    out, second = both.chunk(2, dim=-1)
+    second.copy_(gate)
+    return out, both
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int, list[Chunk]]]:

@@ -8,6 +8,7 @@ For one query row and one head with N visible keys and scores s_j = scale * q.k_
               m = sum_S p_j,  C_ref = (sum_S p_j v_j) / m,  O_ref = O as rounded to the model's dtype
     consume   p' = softmax over S alone, with this loop's q, K, V;  T = sum_S p'_j v'_j,
               result = O_ref + m * (T - C_ref)
+    gate      any of them times sigmoid(gate), where one is given; O_ref, C_ref and m are those without
 
 The correction by m * (T - C_ref) is FlashLoop's (Yang & Liu 2026). S is taken by score, which orders the
 probabilities without the ties that underflow would make. The arithmetic runs in `dtype`: by default float64
@@ -32,7 +33,7 @@ WRITES_KEYS = False  # the dispatch stores k and v before it calls these functio
 def dense(attention: Attention, out: Tensor, dtype: torch.dtype | None = None) -> None:
     """Softmax attention over all visible keys."""
     for row in range(attention.rows):
-        out[row] = _dense_row(attention, row, dtype)
+        out[row] = _gated(attention, row, _dense_row(attention, row, dtype))
 
 
 def capture(
@@ -40,13 +41,13 @@ def capture(
 ) -> None:
     """Dense, and the reference of each row written to its slot of the store."""
     for row in range(attention.rows):
-        out[row] = _capture_row(attention, store, retention, row, dtype)
+        out[row] = _gated(attention, row, _capture_row(attention, store, retention, row, dtype))
 
 
 def consume(attention: Attention, store: Store, out: Tensor, dtype: torch.dtype | None = None) -> None:
     """Attention over the captured keys only, corrected to the dense output of the capturing loop."""
     for row in range(attention.rows):
-        out[row] = _consume_row(attention, store, row, dtype)
+        out[row] = _gated(attention, row, _consume_row(attention, store, row, dtype))
 
 
 def mixed(
@@ -61,13 +62,21 @@ def mixed(
     """Each row by its mode: 0 inactive, 1 dense, 2 capture, 3 consume. `captures` saves nothing here."""
     for row, mode in enumerate(row_mode.tolist()):
         if mode == DENSE:
-            out[row] = _dense_row(attention, row, dtype)
+            out[row] = _gated(attention, row, _dense_row(attention, row, dtype))
         elif mode == CAPTURE:
-            out[row] = _capture_row(attention, store, retention, row, dtype)
+            out[row] = _gated(attention, row, _capture_row(attention, store, retention, row, dtype))
         elif mode == CONSUME:
-            out[row] = _consume_row(attention, store, row, dtype)
+            out[row] = _gated(attention, row, _consume_row(attention, store, row, dtype))
         else:
             out[row] = 0
+
+
+def _gated(attention: Attention, row: int, result: Tensor) -> Tensor:
+    """sigmoid(gate) * result [H, D], in the dtype of the result, where there is a gate and the row sees a key."""
+    if attention.gate is None or int(attention.row_length[row]) == 0:
+        return result
+    # How a sigmoid is computed on the CPU may follow from where its operand lies in memory.
+    return torch.sigmoid(attention.gate[row].to(result.dtype).contiguous()) * result
 
 
 def _dense_row(attention: Attention, row: int, dtype: torch.dtype | None) -> Tensor:
@@ -88,8 +97,8 @@ def _dense_row(attention: Attention, row: int, dtype: torch.dtype | None) -> Ten
 def _capture_row(
     attention: Attention, store: Store, retention: Retention, row: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """O [H, D] as rounded to the model's dtype; writes S, k, m, O_ref and C_ref."""
-    output = _dense_row(attention, row, dtype).to(attention.q.dtype)
+    """O [H, D] in the compute dtype; writes S, k, m, C_ref and, as rounded to the model's dtype, O_ref."""
+    output = _dense_row(attention, row, dtype)
     _, length = _visible(attention, row)
     if length == 0:
         return output

@@ -14,9 +14,9 @@ place of their mean.
 `define` is the definition: norm, sums, bias, activation and residual in float32 (float64 stays float64), rounded once
 at the end. On the CPU the ops are the definition. On CUDA, up to `MAX_ROWS` rows in half precision run the Triton
 kernel, with the tiles of `skinny_choice`; more rows, other dtypes, and shapes at which the library was measured to be
-faster run as eager code does, which rounds after every operation. A norm with a weight is a kernel of its own in
-float16, where the product of the two may overflow, and for more than `GAIN_ROWS` rows. In the kernel a row's bits
-depend on that row and the weight alone, not on the other rows or on how many there are.
+faster run as eager code does, which rounds after every operation. A norm is done in the kernel of the product itself,
+or, of many rows, in one ahead of it (`skinny_choice.ALONG_ROWS`), which rounds the rows where the norm has a weight. In
+these kernels a row's bits depend on that row and the weight alone, not on the other rows or on how many there are.
 
 With `fixed` they do so whatever runs: on CUDA always the kernel, with tiles by the weight's shape that nothing was
 measured for, over `MAX_ROWS` rows at a time; on the CPU the definition of each row on its own.
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .arguments import compute_dtype
-from .skinny_parts import GAIN_ROWS, Norm, Rotary, check, check_norm, check_rotary, check_up
+from .skinny_parts import Norm, Rotary, check, check_norm, check_rotary, check_up
 
 MAX_ROWS = 64
 HALF = (torch.bfloat16, torch.float16)
@@ -195,8 +195,6 @@ def _run(
     if x.device.type != "cuda":
         return define(x, weight, bias, residual, gated, rotary, norm, up)
     rows = x.shape[:-1].numel()
-    if norm is not None and (rows > most_rows(norm) or norm.obstacle(x.dtype)):
-        x, norm = norm.apart(x), None
     if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
         choice = importlib.import_module(".skinny_choice", __package__)
         # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of its own.
@@ -212,11 +210,6 @@ def _run(
     return eager(x, weight, bias, residual, gated, rotary, up=up).contiguous()
 
 
-def most_rows(norm: Norm | None) -> int:
-    """Rows of one launch."""
-    return MAX_ROWS if norm is None or norm.weight is None else GAIN_ROWS
-
-
 def _fixed(
     x: Tensor,
     weight: Tensor,
@@ -229,10 +222,10 @@ def _fixed(
 ) -> Tensor:
     """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
     on_cuda = x.device.type == "cuda"
-    reason = obstacle(x.dtype, weight) or (norm.obstacle(x.dtype) if norm is not None else "")
+    reason = obstacle(x.dtype, weight)
     if on_cuda and reason:
         raise ValueError(f"fixed=True: {reason}; pass half precision and a weight with contiguous columns")
-    rows, step = x.shape[:-1].numel(), most_rows(norm) if on_cuda else 1
+    rows, step = x.shape[:-1].numel(), MAX_ROWS if on_cuda else 1
     flat = x.reshape(rows, x.shape[-1])
     added = None if residual is None else residual.reshape(rows, -1)
     made = []

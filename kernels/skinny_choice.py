@@ -5,6 +5,9 @@ graphs over rotating copies of a weight, more than the L2 cache holds. What was 
 `$SPARSE_COMPILE_CACHE/skinny.json` (default `~/.cache/sparse_compile`). With SPARSE_COMPILE_TUNE=0, while a graph is
 captured, and where there is no memory to measure, the tiles are those of `skinny_tuning.default_tiles`.
 
+A norm of the rows is done in the product itself or in a kernel ahead of it, whichever was measured to be faster; where
+nothing is measured in products of up to `ALONG_ROWS` rows.
+
 Numbers of rows are measured apart, each when it is first met. So a row's bits may differ between numbers of rows;
 `fixed_tiles` are for those who cannot have that.
 """
@@ -30,20 +33,24 @@ from torch.nn import functional as F
 from triton import cdiv
 
 from .arrivals import arrivals
-from .skinny import GAIN_ROWS, Norm, starts_early
+from .skinny import Norm, starts_early
 from .skinny_backend import launch
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
+from .triton_norms import COLUMNS, SLICES
 
-FORMAT = 2  # of the file, and of the kernel whose times it holds
+FORMAT = 4  # of the file, and of the kernel and the tiles whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
-FIXED_COLUMNS = 256  # of tiles for normalised rows with fixed bits; no default has fewer
+ALONG_ROWS = 8  # of products that do a norm themselves where nothing is measured: with more it takes too long
+AHEAD = 256  # columns that products of up to `AHEAD_ROWS` ask for while they wait
+AHEAD_ROWS = 16  # with more, asking takes longer than it saves
+MEASURED_ROWS = 16  # of products of which it is measured whether they should
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a choice is made for: a weight [lines, depth]. gated: tiles hold pairs of its lines, as for [gate; up] and
-    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight.
+    for rotated heads. norm: whether rows are normalised first, and multiplied by a weight; mean as in `Norm`.
     """
 
     lines: int
@@ -52,6 +59,7 @@ class Shape:
     dtype: torch.dtype
     device: torch.device
     norm: Literal["", "norm", "weighted norm"] = ""
+    mean: bool = True
 
     def product(self, rows: int) -> Product:
         width = self.lines // (2 if self.gated else 1)
@@ -61,7 +69,7 @@ class Shape:
     def key(self) -> str:
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         kind = "gated" if self.gated else "linear"
-        kind = f"{self.norm}, {kind}" if self.norm else kind
+        kind = f"{self.norm}{'' if self.mean else ' by sum'}, {kind}" if self.norm else kind
         return f"{gpu} | triton {triton.__version__} | {kind} {self.lines}x{self.depth} {self.dtype}"
 
 
@@ -97,19 +105,17 @@ def prepare(shape: Shape, rows: int | None) -> None:
     """
     with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
         for bucket in _buckets(rows):
-            apart = shape.norm == "weighted norm" and bucket > GAIN_ROWS  # in a kernel of its own
-            called = replace(shape, norm="") if apart else shape
-            choose(called, bucket)
-            split = [tiles for tiles in candidates(called, bucket) if tiles.splits > 1]
+            choose(shape, bucket)
+            split = [tiles for tiles in candidates(shape, bucket) if tiles.splits > 1]
             for tiles in split if shape.device.type == "cuda" else ():
-                arrivals(shape.device, cdiv(called.product(bucket).width, tiles.lines))
+                arrivals(shape.device, cdiv(shape.product(bucket).width, tiles.lines))
 
 
 def _fits(tiles: Tiles, shape: Shape, rows: int) -> bool:
     """Whether one program's loads have room; those of the default always do."""
     padded = padded_rows(rows, tiles.slices)
     lines = (tiles.lines * (2 if shape.gated else 1) + padded) * max(1, tiles.stages - 1)
-    if shape.norm == "weighted norm":  # its products with the rows are kept beside them
+    if shape.norm == "weighted norm" and not tiles.apart:  # its products with the rows are kept beside them
         lines += 2 * padded
     held = lines * tiles.columns * shape.dtype.itemsize
     return tiles == default_choice(shape, rows) or held <= gpu_of(shape.device).shared_bytes - 1024
@@ -119,14 +125,26 @@ def fixed_tiles(
     rows: int, weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor | None = None
 ) -> Tiles:
     """Tiles that were not measured: on every GPU, in every process and for every number of rows a sum is added in the
-    same order. That of a product with a norm follows its columns too.
+    same order. That of the squares of a norm follows the columns too; a kernel of its own adds them as products of
+    `triton_norms.COLUMNS` do. A norm with a weight always has such a kernel: it rounds, and products would not.
     """
-    tiles = default_choice(shape_of(weight, gated, norm, up), _bucket(rows))
-    if norm is not None and tiles.columns > FIXED_COLUMNS:
-        parts = tiles.columns // FIXED_COLUMNS
-        tiles = replace(tiles, columns=FIXED_COLUMNS, stages=min(7, parts * (tiles.stages - 1) + 1))
-    ordered = (tiles.slices, tiles.splits) == (4, 1) and (norm is None or tiles.columns == FIXED_COLUMNS)
-    assert ordered, "the order of a sum would depend on the number of rows"
+    shape, bucket = shape_of(weight, gated, norm, up), _bucket(rows)
+    if norm is not None and norm.weight is not None:
+        return _in_order(_apart(shape, bucket))
+    tiles = default_choice(shape, bucket)
+    if norm is not None and not tiles.apart and tiles.columns > COLUMNS:
+        parts = tiles.columns // COLUMNS
+        tiles = replace(tiles, columns=COLUMNS, stages=min(7, parts * (tiles.stages - 1) + 1))
+    assert norm is None or tiles.apart or tiles.columns == COLUMNS, (
+        "the order of the squares would depend on the rows"
+    )
+    return _in_order(tiles)
+
+
+def _in_order(tiles: Tiles) -> Tiles:
+    assert (tiles.slices, tiles.splits) == (SLICES, 1), (
+        "the order of a sum would depend on the number of rows"
+    )
     return tiles
 
 
@@ -134,7 +152,7 @@ def shape_of(weight: Tensor, gated: bool, norm: Norm | None = None, up: Tensor |
     """That of a product. Tensors may be fake."""
     lines, depth = weight.shape[0] * (1 if up is None else 2), weight.shape[1]
     kind: Any = "" if norm is None else "norm" if norm.weight is None else "weighted norm"
-    return Shape(lines, depth, gated, weight.dtype, weight.device, kind)
+    return Shape(lines, depth, gated, weight.dtype, weight.device, kind, norm is None or norm.mean)
 
 
 def _bucket(rows: int) -> int:
@@ -163,8 +181,26 @@ def choose(shape: Shape, bucket: int) -> Tiles | None:
 @functools.lru_cache(256)
 def default_choice(shape: Shape, bucket: int) -> Tiles:
     """Tiles by shape alone."""
+    if shape.norm and (bucket > ALONG_ROWS or _overflows(shape)):
+        return _apart(shape, bucket)
+    return _along(shape, bucket)
+
+
+def _along(shape: Shape, bucket: int) -> Tiles:
+    """Tiles of a product that does a norm itself, or of one without."""
     tiles = default_tiles(shape.product(bucket), gpu_of(shape.device))
-    return replace(tiles, pdl=starts_early(shape.device))
+    early = starts_early(shape.device)
+    return replace(tiles, pdl=early, ahead=AHEAD if early and bucket <= AHEAD_ROWS else 0)
+
+
+def _apart(shape: Shape, bucket: int) -> Tiles:
+    """The default tiles of a product without a norm, behind a kernel for the norm."""
+    return replace(default_choice(replace(shape, norm=""), bucket), apart=True)
+
+
+def _overflows(shape: Shape) -> bool:
+    """Whether the product of a row and the weight of a norm may, since it is made before the row is scaled."""
+    return shape.norm == "weighted norm" and shape.dtype == torch.float16
 
 
 @functools.cache
@@ -176,7 +212,13 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def candidates(shape: Shape, bucket: int) -> list[Tiles]:
-    """What is tried: the default, and for many rows whole columns in one program, parted where programs are few."""
+    """What is tried: the default, and for many rows whole columns in one program, parted where programs are few. Of
+    products with a norm all behind a kernel for the norm, and for few rows the default without one.
+    """
+    if shape.norm:
+        apart = [replace(tiles, apart=True) for tiles in candidates(replace(shape, norm=""), bucket)]
+        along = bucket <= MEASURED_ROWS and not _overflows(shape)
+        return [_along(shape, bucket), *apart] if along else apart
     first = default_choice(shape, bucket)
     if bucket <= 16:
         return [first]
@@ -212,7 +254,7 @@ class _Bench:
         self.weights = [values(shape.lines) for _ in range(copies)]
         self.x = values(BUCKETS[-1])
         gain = values(1)[0] if shape.norm == "weighted norm" else None
-        self.norm = Norm(1e-6, gain) if shape.norm else None
+        self.norm = Norm(1e-6, gain, shape.mean) if shape.norm else None
 
     def ours(self, rows: int, tiles: Tiles) -> float | None:
         """None for tiles that the GPU has no room for."""

@@ -10,9 +10,6 @@ from torch.nn import functional as F
 
 from .arguments import compute_dtype
 
-GAIN_ROWS = 32
-"""Rows that the kernel multiplies by the weight of a norm: with more there are not registers enough."""
-
 
 class Norm(NamedTuple):
     """The root-mean-square norm of rows before their product: x * rsqrt(mean(x^2) + eps) * weight.
@@ -38,13 +35,6 @@ class Norm(NamedTuple):
     def apart(self, x: Tensor) -> Tensor:
         """In a kernel of its own, where torch has one."""
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) if self.mean else self(x)
-
-    def obstacle(self, dtype: torch.dtype) -> str:
-        """Why the Triton kernel cannot take a norm of rows of `dtype` along; "" where it can."""
-        # Rows are multiplied by the weight before they are scaled.
-        if self.weight is not None and dtype == torch.float16:
-            return "float16 may overflow where a row is multiplied by the weight of a norm"
-        return ""
 
 
 class Rotary(NamedTuple):

@@ -49,7 +49,7 @@ class Tiles:
     """lines of the result and columns of the weight per step; stages of the pipeline; Triton's num_warps.
 
     ahead: columns that a program asks for in the L2 cache before it waits for the kernel ahead of it (`pdl`: it is
-    started before that one has finished).
+    started before that one has finished). apart: a norm of the rows is done by a kernel ahead of the product.
     """
 
     lines: int = 16
@@ -60,6 +60,7 @@ class Tiles:
     warps: int = 4
     pdl: bool = False
     ahead: int = 0
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lines", "columns", "slices", "warps"):

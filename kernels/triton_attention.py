@@ -7,6 +7,8 @@ and a row's bits do not depend on its neighbours or on the size of the batch. Pr
 scratch; the last one of a tile to arrive merges them in a fixed order, applies a consume's correction, and writes the
 output. Queries are padded to the tensor cores' 16 rows. Scores and sums are float32. All addresses are int64.
 
+With a gate, what is written is multiplied with sigmoid(gate) before it is rounded; O_ref is not.
+
 Mirrors `reference.dense`, `reference.capture` (without the selection, see `triton_select`) and `reference.consume`.
 """
 
@@ -31,9 +33,10 @@ _CONSUME, _MIXED = tl.constexpr(MODE_CONSUME), tl.constexpr(MODE_MIXED)
 def write_kernel(
     k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_loop,
     k_t, k_h, v_t, v_h, pool_plane, pool_page, pool_head, pool_token, table_s, plane, plane_stride,
-    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store one row's key and value of one head. Grid (rows, kv_heads). Mirrors `paging.write_rows`."""
+    start_early(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
@@ -64,12 +67,14 @@ def sink_weight(sink, at, m, ok):
 
 @triton.jit
 def emit(
-    result, m, l, rows, heads, ok, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
+    result, m, l, rows, heads, ok, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE: tl.constexpr,
+    row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
     REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write finished lines: result [X, BD], softmax maximum m and sum l [X] of (rows, heads) [X] where `ok`.
 
-    `kept` applies the correction of a consume; `captured` stores O_ref and what the selection needs.
+    `kept` applies the correction of a consume; `captured` stores O_ref and what the selection needs. The gate, applied
+    last, is for `out` alone.
     """
     at = rows * HEADS + heads
     both = ok[:, None] & d_ok[None, :]
@@ -83,23 +88,28 @@ def emit(
             before = tl.load(o_ref + where_ref, mask=both, other=0.0).to(tl.float32)
             centre = tl.load(c_ref + where_ref, mask=both, other=0.0)
             result = before + weight[:, None] * (result - centre)
-    tl.store(out + at[:, None] * D + d[None, :], result, mask=both)
     if CAPTURES:
         if captured:
             tl.store(o_ref + where_ref, result, mask=both)
             tl.store(stats + at * 2, m, mask=ok)
             tl.store(stats + at * 2 + 1, l, mask=ok)
+    if HAS_GATE:
+        where_gate = (rows * gate_t + heads * gate_h)[:, None] + d[None, :] * gate_d
+        seen = both & (l[:, None] > 0)  # a row that sees nothing stays zero, whatever its gate
+        result *= tl.sigmoid(tl.load(gate + where_gate, mask=seen, other=0.0).to(tl.float32))
+    tl.store(out + at[:, None] * D + d[None, :], result, mask=both)
 
 
 @triton.jit(do_not_specialize=["table_s", "plane", "plane_stride", "window", "site", "sites", "capacity"])
 def attention_kernel(
     q, k_new, v_new, k_pool, v_pool, table, row_seq, row_position, row_length, row_loop, row_mode, row_slot,
+    gate, gate_t, gate_h, gate_d,
     out, index, count, mass, o_ref, c_ref, scores, stats, part_acc, part_m, part_l, arrived, guess_acc, guess_stats,
     bias, sink, bias_t, bias_h, sink_t, sink_h, q_t, q_h, k_t, k_h, v_t, v_h,
     pool_plane, pool_page, pool_head, pool_token, table_s, scores_s,
     plane, plane_stride, scale, cap, quantile, window, site, sites, capacity,
     MODE: tl.constexpr, CAPTURES: tl.constexpr, FUSE_WRITE: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_GATE: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
@@ -211,8 +221,8 @@ def attention_kernel(
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
-            emit(result, m, l, rows, heads, own, d, d_ok, out, row_slot, mass, o_ref, c_ref, stats, site, sites,
-                 kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
+            emit(result, m, l, rows, heads, own, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
+                 o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
             place = unit // 2 if PAIRS else unit
             store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
@@ -231,5 +241,6 @@ def attention_kernel(
                     if HAS_SINK and MODE != _CONSUME:
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)
                     result = tl.where(l_1 > 0, acc_1 / l_1, 0.0)[None, :]  # [1, BD]
-                    emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out, row_slot, mass,
+                    emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out,
+                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
                          o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip

@@ -146,15 +146,17 @@ def _attend(
     if a.k is not None and a.v is not None:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.k, a.v))
     if writes and not fuse:
-        _write(a, k, v)
+        _write(a, k, v, waited)
     heads = a.heads if per_head else a.kv_heads
     programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
+    gate = a.q if a.gate is None else a.gate
     attention_kernel[(heads, programs, a.rows // group)](
         a.q, k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_length, a.row_loop,
         row_mode if row_mode is not None else a.row_length, s.row_slot,
+        gate, *gate.stride(),
         out, s.index, s.count, s.mass, s.o_ref, s.c_ref, scratch.scores, scratch.stats,
         scratch.part_acc, scratch.part_m, scratch.part_l, scratch.arrived,
         scratch.guess_acc, scratch.guess_stats,
@@ -164,7 +166,7 @@ def _attend(
         a.plane, a.plane_stride, a.scale, a.softcap, _quantile(retention), a.window,
         s.site, s.count.shape[1], s.capacity,
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
-        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None,
+        HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None, HAS_GATE=a.gate is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
@@ -199,11 +201,14 @@ def _registers(a: Attention, programs: int, warps: int) -> dict[str, int]:
     return {"maxnreg": 65536 // (programs * warps * 32) // 8 * 8} if a.q.device.type == "cuda" else {}
 
 
-def _write(a: Attention, k: Tensor, v: Tensor) -> None:
+def _write(a: Attention, k: Tensor, v: Tensor, waited: bool) -> None:
+    """waited: as in `_attend`."""
+    pdl = starts_early(a.q.device)
     write_kernel[(a.rows, a.kv_heads)](
         k, v, a.k_pool, a.v_pool, a.block_table, a.row_seq, a.row_position, a.row_loop,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *a.k_pool.stride()[:4], a.block_table.stride(0),
-        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), num_warps=1,
+        a.plane, a.plane_stride, PAGE=a.page_size, D=a.head_dim, BD=next_power_of_2(a.head_dim), PDL=pdl,
+        num_warps=1, **_early(pdl and not waited),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ and the result is rounded once. All addresses are int64.
 
 A root-mean-square norm of x needs no kernel of its own, since every program reads all of x that its sums need: it adds
 the squares on the way, and scales its sums when they are done. Partial sums of squares travel with those of products.
+Of many rows that is too much to do in every program: then the sums of squares come from `triton_norms`.
 
 With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
 the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.
@@ -30,9 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
 
-PREFETCH = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
+PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
+PREFETCH_BYTES = tl.constexpr(64)  # that one request is sure to bring
 
 
 @triton.jit
@@ -120,20 +120,17 @@ def weight_at(tile, r, N, w_n, w_up, BN: tl.constexpr, GATED: tl.constexpr, HALF
 
 
 @triton.jit
-def prefetch_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-                    HALF: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
-    """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache: one request per thread."""
-    PARTS: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
-    WIDTH: tl.constexpr = AHEAD // PARTS
-    t = tl.arange(0, ROWS * PARTS)
-    line, n = weight_at(tile, t // PARTS, N, w_n, w_up, BN, GATED, HALF)
-    k = k0 + (t % PARTS) * WIDTH
-    wanted = (n < N) & (k + WIDTH <= end)
-    size = tl.where(wanted, WIDTH * w.dtype.element_ty.primitive_bitwidth // 8, 0)
-    at = w + tl.where(wanted, line + k, 0)
+def ask_for_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+                   HALF: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Ask for columns k0 .. k0 + AHEAD of the program's lines in the L2 cache, as far as they go."""
+    PER: tl.constexpr = PREFETCH_BYTES * 8 // w.dtype.element_ty.primitive_bitwidth
+    line, n = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
+    k = k0 + tl.arange(0, AHEAD // PER) * PER
+    wanted = (n < N)[:, None] & (k < end)[None, :]
+    at = w + tl.where(wanted, line[:, None] + k[None, :], 0)
     tl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1
-    )
+        PREFETCH, "=r,l,r", [at.to(tl.int64, bitcast=True), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @triton.jit
@@ -187,25 +184,27 @@ def finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TUR
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x, w, bias, residual, cos, sin, gain, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
+    x, w, bias, residual, cos, sin, gain, sums, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
     share, eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, GAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result; with
     HALF, half the size of a head of which the first TURNED columns are made, it is the number of pairs of columns.
-    NORM: rows are scaled by rsqrt(share * sum of squares + eps); with GAIN their elements by gain [K] too.
+    NORM: rows are scaled by rsqrt(share * sum of squares + eps), the sums are those of sums [M] if they are GIVEN; with
+    GAIN their elements by gain [K] too.
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ROWS: tl.constexpr = 2 * BN if GATED or HALF > 0 else BN
     COLUMNS: tl.constexpr = BK // SLICES
+    SQUARES: tl.constexpr = NORM and not GIVEN
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
     start = split * steps * BK
     end = tl.minimum(start + steps * BK, K)
     if PDL:
         if AHEAD > 0:
-            prefetch_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD, THREADS)
+            ask_for_weight(w, tile, start, N, end, w_n, w_up, BN, ROWS, GATED, HALF, AHEAD)
         # In this order: once a kernel behind this one starts, all kernels ahead of this one are complete. Inductor's
         # kernels read what those have written without a wait of their own.
         gdc_wait()
@@ -213,6 +212,8 @@ def skinny_kernel(
     line, column = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
     m = tl.arange(0, BM)
     c = tl.arange(0, COLUMNS)
+    if GIVEN:
+        square = tl.load(sums + m, mask=m < M, other=0.0)
     if SLICES == 1:
         k_w, k_x = c[None, :], c[:, None]
         w_at = w + line[:, None] + k_w  # [ROWS, BK]
@@ -235,7 +236,7 @@ def skinny_kernel(
         else:
             a = tl.load(w_at + k0, mask=line_ok & (k0 + k_w < end), other=0.0, eviction_policy="evict_first")
             b = tl.load(x_at + k0, mask=row_ok & (k0 + k_x < end), other=0.0)
-        if NORM:
+        if SQUARES:
             squares = add_squares(b, squares, SLICES, UPCAST)
         if GAIN:
             g = tl.load(gain + k0 + k_x, mask=k0 + k_x < end, other=0.0).to(tl.float32)
@@ -243,7 +244,7 @@ def skinny_kernel(
         else:
             acc = multiply(a, b, acc, UPCAST)
     y = add_slices(acc, SLICES, ROWS, BM)
-    if NORM:
+    if SQUARES:
         square = tl.max(add_slices(squares, SLICES, 16, BM), 0)  # [BM]
     if SPLITS == 1:
         if NORM:
@@ -252,10 +253,10 @@ def skinny_kernel(
                HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip
     else:
         at = tl.arange(0, ROWS)[:, None] * BM + m[None, :]
-        PART: tl.constexpr = (ROWS + 1) * BM if NORM else ROWS * BM
+        PART: tl.constexpr = (ROWS + 1) * BM if SQUARES else ROWS * BM
         mine = part + tile * (SPLITS * PART)
         tl.store(mine + split * PART + at, y)
-        if NORM:
+        if SQUARES:
             tl.store(mine + split * PART + ROWS * BM + m, square)
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
@@ -265,10 +266,11 @@ def skinny_kernel(
             y = tl.load(mine + at, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 y += tl.load(mine + other * PART + at, cache_modifier=".cg")
-            if NORM:
+            if SQUARES:
                 square = tl.load(mine + ROWS * BM + m, cache_modifier=".cg")
                 for other in tl.static_range(1, SPLITS):
                     square += tl.load(mine + other * PART + ROWS * BM + m, cache_modifier=".cg")
+            if NORM:
                 y *= tl.rsqrt(square * share + eps)[None, :]
             finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
                    HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip

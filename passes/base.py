@@ -18,7 +18,7 @@ from torch import fx
 
 from ..kernels.retention import Retention
 from .errors import OptionError, PassError, UnsupportedModel
-from .program import LeftAlone, MergedLinears, PassRecord, Roll, Site, Variant
+from .program import GateLeftAlone, LeftAlone, MergedLinears, PassRecord, Roll, Site, Variant
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Options:
         implementation: which kernels the ops run: "auto", "reference", "batched" or "triton".
         roll: fold the loop into one body where that can be proved.
         merge_linears: join linear layers that read the same input.
+        fuse_gates: let attention calls multiply their result with its gate.
         skinny_products: in decode graphs of torch.compile, run linear layers as products of a few rows.
         dump_dir: where numbered graphs are written, or None.
     """
@@ -45,6 +46,7 @@ class Options:
     implementation: str = "auto"
     roll: bool = True
     merge_linears: bool = False
+    fuse_gates: bool = True
     skinny_products: bool = False
     dump_dir: Path | None = None
 
@@ -57,6 +59,7 @@ class Compilation:
         graph: the traced graph with one marker per attention call.
         tensors: every parameter and buffer of the user's model by name, also those that the graph does not read.
         merged, left_alone: linear layers that became one, and those that could not, with the reason.
+        gates_left_alone: attention layers that do not take their gate along, with the reason.
         sites: one entry per marker, in execution order; empty until the site pass ran.
         markers: the marker nodes, in the same order.
         roll: the proved loop, or None with `roll_reason` saying why not.
@@ -68,6 +71,7 @@ class Compilation:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     merged: list[MergedLinears] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
+    gates_left_alone: list[GateLeftAlone] = field(default_factory=list)
     sites: tuple[Site, ...] = ()
     markers: tuple[fx.Node, ...] = ()
     roll: Roll | None = None

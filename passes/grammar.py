@@ -5,6 +5,7 @@
   through data, so that neither dead-code elimination nor reordering can part them.
 - Pool, plan and store arguments are inputs of the stage, and nothing but our ops touches pool or store: no clone, no
   view.
+- The ops of gated sites, and no others, have a gate, as large as the queries.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from ..kernels import ops as _registered  # noqa: F401  registers torch.ops.sparse_compile
 from .base import Compilation, Pass
 from .errors import PassError
+from .nodes import fake, same_sizes
 from .program import DEPTH_MODE, MODE_INPUTS, PLAN_INPUTS, POOL_INPUTS, STORE_INPUTS, Site, Stage, Variant
 from .schedule import check_order
 
@@ -55,22 +57,36 @@ def _mode_name(node: fx.Node) -> str:
     return str(mode.target) if isinstance(mode, fx.Node) else ""
 
 
+def _gate_maybe(node: fx.Node) -> fx.Node | None:
+    """What stands behind the plan and store arguments of an op."""
+    behind = node.args[3 + len(_INPUTS[node.target][0]) :]  # type: ignore[index]
+    return behind[0] if behind and isinstance(behind[0], fx.Node) else None
+
+
 def _is_any_depth(node: fx.Node) -> bool:
     return _mode_name(node).startswith(DEPTH_MODE)
 
 
+def _is_runtime(node: fx.Node) -> bool:
+    """Whether an input is one of plan, pool and store."""
+    return node.target in _RUNTIME_INPUTS or str(node.target).startswith(DEPTH_MODE)
+
+
 def _check_inputs(stage: Stage) -> None:
     for node in attention_ops(stage):
-        names = tuple(
-            arg.target for arg in node.args[3:] if isinstance(arg, fx.Node) and arg.op == "placeholder"
-        )
+        given = node.args[3:] if _gate_maybe(node) is None else node.args[3:-1]
+        names = tuple(arg.target for arg in given if isinstance(arg, fx.Node) and arg.op == "placeholder")
         if _is_any_depth(node):
             names = tuple(MODE_INPUTS["consume"] if name == _mode_name(node) else name for name in names)
         if names not in _INPUTS[node.target]:  # type: ignore[index]
             raise PassError(f"{node.name} in {stage.name!r} has the wrong plan inputs: {names}")
+        gate, query = _gate_maybe(node), node.args[0]
+        if gate is not None and gate.op == "placeholder" and _is_runtime(gate):
+            raise PassError(f"{node.name} in {stage.name!r} is handed a runtime input as its gate.")
+        if gate is not None and not same_sizes(fake(gate).shape, fake(query).shape):  # type: ignore[arg-type]
+            raise PassError(f"{node.name} in {stage.name!r} has a gate of another shape than its queries.")
     for node in stage.module.graph.nodes:
-        runtime = node.target in _RUNTIME_INPUTS or str(node.target).startswith(DEPTH_MODE)
-        if node.op != "placeholder" or not runtime:
+        if node.op != "placeholder" or not _is_runtime(node):
             continue
         strangers = [user.name for user in node.users if user.target not in _INPUTS]
         if strangers:
@@ -99,16 +115,17 @@ def _any_kind(node: fx.Node, site: Site) -> tuple[int, str, int | None] | None:
 
 
 def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
-    """Each plane written once, in order, by the op that the schedule names."""
+    """Each plane written once, in order, by the op that the schedule names, with a gate where the site has one."""
     ran = []
     for stage in _unfolded(variant, sites):
         for node in attention_ops(stage):
             plane = int(node.kwargs["plane"]) + stage.loop * int(node.kwargs["plane_stride"])  # type: ignore[arg-type]
-            ran.append(_any_kind(node, sites[plane]) or (plane, op_kind(node), node.kwargs.get("site")))
+            found = _any_kind(node, sites[plane]) or (plane, op_kind(node), node.kwargs.get("site"))
+            ran.append((*found, _gate_maybe(node) is not None))
     wanted = [
-        (site.plane, "dense", None)
+        (site.plane, "dense", None, site.gated)
         if variant.name == "dense" or site.kind == "dense"
-        else (site.plane, site.kind, site.store_site)
+        else (site.plane, site.kind, site.store_site, site.gated)
         for site in sites
     ]
     if ran != wanted:
@@ -116,7 +133,9 @@ def _check_planes(variant: Variant, sites: tuple[Site, ...]) -> None:
             (i for i, (a, b) in enumerate(zip(ran, wanted, strict=False)) if a != b),
             min(len(ran), len(wanted)),
         )
-        raise PassError(f"variant {variant.name!r} does not follow the schedule at site {at}.")
+        same = at < min(len(ran), len(wanted)) and ran[at][:-1] == wanted[at][:-1]
+        broken = "has a gate too many or too few" if same else "does not follow the schedule"
+        raise PassError(f"variant {variant.name!r} {broken} at site {at}.")
 
 
 def _depends_on(node: fx.Node, source: fx.Node) -> bool:

@@ -33,6 +33,7 @@ _FUNCTIONS: dict[Any, str] = {
     aten.reshape.default: "reshape",
     aten.rms_norm.default: "rms_norm",
     aten.rsqrt.default: "rsqrt",
+    aten.sigmoid.default: "sigmoid",
     aten.silu.default: "silu",
     aten.slice.Tensor: "slice",
     aten.split.Tensor: "split",

@@ -8,6 +8,7 @@ from torch import nn
 
 from .base import Compilation, Options, PassManager, ignore
 from .canonicalize import Canonicalize
+from .gates import FuseGates
 from .grammar import Grammar, check_grammar
 from .merge_linears import MergeLinears
 from .program import PassRecord, Program
@@ -18,7 +19,16 @@ from .sites import LabelSites
 from .trace import trace
 from .weights import named_tensors
 
-PASSES = (Canonicalize(), LabelSites(), Schedule(), MergeLinears(), RollLoop(), Rewrite(), Grammar())
+PASSES = (
+    Canonicalize(),
+    LabelSites(),
+    Schedule(),
+    MergeLinears(),
+    FuseGates(),
+    RollLoop(),
+    Rewrite(),
+    Grammar(),
+)
 
 
 STEPS = ("trace", *(step.name for step in PASSES))
@@ -49,4 +59,5 @@ def build_program(model: nn.Module, options: Options, begin: Callable[[str], Non
         passes=(traced, *records),
         merged=tuple(compilation.merged),
         left_alone=tuple(compilation.left_alone),
+        gates_left_alone=tuple(compilation.gates_left_alone),
     )

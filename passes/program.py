@@ -38,6 +38,7 @@ class Site:
         reason: why, in one clause.
         scale, window, softcap: the attention's own numbers; window 0 and softcap 0.0 mean none.
         retention: the share of the visible keys that a consume of this layer keeps.
+        gated: its op multiplies the result with a gate.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Site:
     window: int
     softcap: float
     retention: Retention = ALL_KEYS
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,14 @@ class LeftAlone:
     """Weights of linear layers that read the same input and were not merged, with the reason in one clause."""
 
     weights: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class GateLeftAlone:
+    """An attention layer whose calls do not take the gate of their result along, with the reason in one clause."""
+
+    layer: str
     reason: str
 
 
@@ -174,6 +184,7 @@ class Program:
     passes: tuple[PassRecord, ...] = field(default=())
     merged: tuple[MergedLinears, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    gates_left_alone: tuple[GateLeftAlone, ...] = ()
 
     @property
     def rolled(self) -> bool:

@@ -71,7 +71,8 @@ class _SitePiece(Piece):
     def rewrite(self, marker: fx.Node, place: Place) -> fx.Node:
         """Place the op for `marker`."""
         site, kind = place.site, place.kind
-        arguments: list[Any] = [self.resolve(node) for node in marker.args]  # type: ignore[arg-type]
+        q, k, v, *gate = (self.resolve(node) for node in marker.args)  # type: ignore[arg-type]
+        arguments: list[Any] = [q, k, v]
         arguments += [self.runtime_input(name) for name in (*POOL_INPUTS, *PLAN_INPUTS)]
         keywords: dict[str, Any] = {"plane": place.plane, "plane_stride": self.stride, "scale": site.scale}
         keywords |= {"softcap": site.softcap, "implementation": self.options.implementation}
@@ -94,7 +95,7 @@ class _SitePiece(Piece):
                 target, keywords = _ops.capture.default, keywords | retention
             else:
                 target = _ops.consume.default
-        made = self.graph.call_function(target, tuple(arguments), keywords)
+        made = self.graph.call_function(target, (*arguments, *gate), keywords)
         made.meta = {**marker.meta, "pass": "rewrite", "site": site.name}
         self.map[marker] = made
         return made

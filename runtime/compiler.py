@@ -11,7 +11,7 @@ from torch import fx
 
 from ..kernels.skinny import MAX_ROWS
 from ..passes.inductor import early_start, one_pass_reductions, untimed
-from ..passes.norms import Norms
+from ..passes.norms import DEFAULT, Norms
 from ..passes.pieces import Code
 from ..passes.skinny import Rewritten, use_skinny
 
@@ -32,9 +32,7 @@ class PieceCompiler:
     """
 
     few_rows = MAX_ROWS  # beyond them a graph may run with other products
-    # Which norms the products of a few rows take along: up to 8 rows those that are kernels of their own gain 3 % of a
-    # step of HRM-Text, at 32 rows they lose 24 % (benchmarks/results/norms-h200.json), and one graph serves both.
-    norms: Norms = "none"
+    norms: Norms = DEFAULT  # which norms the products of a few rows take along
     fixed = False  # whether the bits of a row must not depend on the rows beside it
 
     def __init__(

@@ -93,13 +93,13 @@ class Executor:
             return self._through("dense", plan, _call)
 
         def op(cut: CutStage, call: OpCall, args: tuple[Any, ...]) -> torch.Tensor:
-            q, k, v, k_pool, v_pool, block_table, row_seq, row_position, row_length, row_loop = args
+            q, k, v, k_pool, v_pool, block_table, row_seq, row_position, row_length, row_loop, *gate = args
             n = call.kwargs
             heads = Heads(
                 n["plane"] + n["plane_stride"] * cut.stage.loop, n["scale"], n["window"], n["softcap"]
             )
             prompts = Prompts(block_table, row_seq, row_position, row_length, row_loop, plan.chunks)
-            return prefill_attention(q, k, v, k_pool, v_pool, prompts, heads)
+            return prefill_attention(q, k, v, k_pool, v_pool, prompts, heads, *gate)
 
         return self._through("dense", plan, op)
 

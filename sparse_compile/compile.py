@@ -174,6 +174,7 @@ def pass_options(config: SparseConfig, device: torch.device) -> Options:
         implementation=config.implementation,
         roll=config.roll,
         merge_linears=device.type == "cuda" if config.merge_linears == "auto" else bool(config.merge_linears),
+        fuse_gates=config.fuse_gates,
         dump_dir=Path(dump) if dump else None,
     )
 

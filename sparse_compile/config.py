@@ -86,6 +86,8 @@ class SparseConfig:
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are. Memory that
         cannot be given back is in the report, and is at most 5 % of the weights.
+    fuse_gates: attention that is multiplied with a sigmoid, as in HRM-Text, does that within its own kernels, in
+        float32 and rounded once.
     inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
     skinny_products: in half precision, run the linear layers of a few rows with kernels of ours that stream weights,
         where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.
@@ -117,6 +119,7 @@ class SparseConfig:
     prefix_caching: bool = False
     roll: bool = True
     merge_linears: bool | str = "auto"
+    fuse_gates: bool = True
     inductor: bool | None = None
     skinny_products: bool | None = None
     cuda_graphs: bool | None = None
@@ -140,7 +143,7 @@ class SparseConfig:
         if self.max_context is not None:  # tokens of a prompt and new ones
             self._check_int("max_context", 2, "an integer >= 2, or None")
         object.__setattr__(self, "speculation", chosen(self.speculation, None))
-        for name in ("enabled", "validate", "roll", "prefix_caching", "deterministic"):
+        for name in ("enabled", "validate", "roll", "fuse_gates", "prefix_caching", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "must be True or False", f"pass {name}=True")
         if self.deterministic and self.prefix_caching:

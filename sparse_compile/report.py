@@ -87,6 +87,8 @@ class Report:
     merged: linear layers that became one product, as tuples of weight names; held_twice: bytes that this could not give
         back; left_alone: those that read one input and did not, with the reason.
     retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
+    gated: attention calls of one forward that multiply their result with its gate; gates_left_alone: the layers whose
+        gate stays a product of its own, with the reason.
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
     quantised: weights that are no plain tensors, by the name of their class: how many ("weights"), their "bytes", and
@@ -111,6 +113,8 @@ class Report:
     merged: tuple[tuple[str, ...], ...]
     held_twice: int
     left_alone: tuple[tuple[tuple[str, ...], str], ...]
+    gated: int
+    gates_left_alone: tuple[tuple[str, str], ...]
     skinny: int | None
     not_skinny: tuple[tuple[str, str], ...]
     quantised: dict[str, dict[str, Any]]
@@ -149,6 +153,10 @@ class Report:
             "left_alone_linears": [
                 {"weights": list(weights), "reason": reason} for weights, reason in self.left_alone
             ],
+            "gated_attention": self.gated,
+            "gates_left_alone": [
+                {"layer": layer, "reason": reason} for layer, reason in self.gates_left_alone
+            ],
             "skinny_products": self.skinny,
             "not_skinny": [{"weight": weight, "reason": reason} for weight, reason in self.not_skinny],
             "quantised": self.quantised,
@@ -186,6 +194,8 @@ def build_report(compiled: CompiledModel, contexts: Sequence[int] = DEFAULT_CONT
         merged=tuple(one.parts for one in program.merged),
         held_twice=sum(one.held_twice for one in program.merged),
         left_alone=tuple((one.weights, one.reason) for one in program.left_alone),
+        gated=sum(site.gated for site in program.sites),
+        gates_left_alone=tuple((one.layer, one.reason) for one in program.gates_left_alone),
         skinny=skinny,
         not_skinny=not_skinny,
         quantised=_quantised(compiled.model),

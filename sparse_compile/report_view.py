@@ -23,7 +23,7 @@ def render(report: Report) -> Group:
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
-    parts += [_roll(report), *_linears(report), *_quantised(report), *_hooks(report)]
+    parts += [_roll(report), *_gates(report), *_linears(report), *_quantised(report), *_hooks(report)]
     parts += [_passes(report), _implementation(report)]
     if report.speculation:
         parts.append(_speculation(report.speculation))
@@ -119,6 +119,17 @@ def _read_table(report: Report) -> Table:
 
 def _roll(report: Report) -> Text:
     return Text("loop: rolled into one body" if report.rolled else f"loop: not rolled, {report.roll_reason}")
+
+
+def _gates(report: Report) -> list[Text]:
+    """How many attention calls apply their gate themselves, and why others do not."""
+    taken = (
+        [Text(f"gates: {report.gated} attention calls apply the gate of their output")]
+        if report.gated
+        else []
+    )
+    left = [((layer,), reason) for layer, reason in report.gates_left_alone]
+    return taken + _by_reason("gates left alone", left)
 
 
 def _linears(report: Report) -> list[Text]:

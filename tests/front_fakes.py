@@ -133,6 +133,7 @@ def fake_site(layer: str, loop: int, loops: int, kind: str, **changes: Any) -> S
         "window": 0,
         "store_site": None if kind == "dense" else 0,
         "retention": Retention(1, 4),
+        "gated": False,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -149,6 +150,7 @@ def fake_program(sites: list[Any] | None = None, **changes: Any) -> Any:
         "roll_reason": "",
         "merged": (),
         "left_alone": (),
+        "gates_left_alone": (),
         "passes": (SimpleNamespace(name="trace", seconds=0.5, counters={"nodes": 3}),),
         "retention": Retention(1, 4),
         "graph_text": lambda which: f"graph {which}",

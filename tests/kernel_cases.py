@@ -58,6 +58,7 @@ class Shape:
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 0
+    gated: bool = False
     integers: bool = False  # small integers: scores are exact in every dtype and tie often
 
 
@@ -74,6 +75,12 @@ class Case:
     keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (plane, sequence) -> [length, Hkv, D]
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     scale: float = 0.3
+    gate: Tensor | None = None
+
+    @property
+    def ungated(self) -> Case:
+        """The same inputs, in the same memory, without the gate."""
+        return replace(self, gate=None)
 
     @property
     def retention(self) -> Retention:
@@ -82,6 +89,11 @@ class Case:
     @property
     def rows(self) -> int:
         return self.q.shape[0]
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of what each row brings along."""
+        return ("q", "k", "v") if self.gate is None else ("q", "k", "v", "gate")
 
     def copy(self) -> Case:
         """The same inputs in memory of its own for everything that ops write."""
@@ -93,7 +105,7 @@ class Case:
         at = torch.tensor(rows, dtype=torch.int64, device=self.q.device)
         plan = {name: t if name == "block_table" else t[at] for name, t in self.plan.items()}
         store = self.store | {"row_slot": self.store["row_slot"][at]}
-        qkv = {name: getattr(self, name)[at] for name in ("q", "k", "v")}
+        qkv = {name: getattr(self, name)[at] for name in self.fresh}
         return replace(self, plan=plan, store=store, row_mode=self.row_mode[at], **qkv)
 
     def to(self, dtype: torch.dtype) -> Case:
@@ -102,7 +114,7 @@ class Case:
         def convert(t: Tensor) -> Tensor:
             return t.to(dtype) if t.is_floating_point() else t.clone()
 
-        changed: dict[str, Any] = {name: convert(getattr(self, name)) for name in ("q", "k", "v")}
+        changed: dict[str, Any] = {name: convert(getattr(self, name)) for name in self.fresh}
         for name in ("pool", "store", "keys", "values"):
             changed[name] = {key: convert(t) for key, t in getattr(self, name).items()}
         return replace(self, shape=replace(self.shape, dtype=dtype), **changed)
@@ -118,6 +130,7 @@ class Case:
             scale=self.scale,
             window=self.shape.window,
             softcap=self.shape.softcap,
+            gate=self.gate,
         )
 
     @property
@@ -134,16 +147,17 @@ def arguments(
         rows = [case.plan[name] for name in ("block_table", "row_seq", "row_position", "row_loop")]
         return (case.k, case.v, *case.pool.values(), *rows), planes
     args = (case.q, case.k, case.v, *case.pool.values(), *case.plan.values())
+    gate = () if case.gate is None else (case.gate,)
     kwargs = planes | {"scale": case.scale, "softcap": case.shape.softcap, "implementation": implementation}
     if op == "dense":
-        return args, kwargs | {"window": case.shape.window}
+        return (*args, *gate), kwargs | {"window": case.shape.window}
     slot, *store = case.store.values()
     store = [slot, case.row_mode, *store] if op == "mixed" else [slot, *store]
     kwargs |= {"site": SITE}
     if op in ("capture", "mixed"):
         kwargs |= {"retention_num": case.retention.numerator, "retention_den": case.retention.denominator}
         kwargs |= {"keep_first": case.shape.keep_first, "keep_last": case.shape.keep_last}
-    return (*args, *store), kwargs
+    return (*args, *store, *gate), kwargs
 
 
 def call(case: Case, op: str, implementation: str = "batched") -> Tensor:
@@ -187,6 +201,9 @@ def build(shape: Shape) -> Case:
     case.store = _store(shape, case, generator)
     live = case.plan["row_length"] > 0
     case.row_mode = torch.where(live, torch.randint(0, 3, (rows,), generator=generator), 0).int()
+    if shape.gated:
+        case.gate = random(*case.q.shape)
+        case.gate[~live] = torch.nan
     return _to_device(case, shape.device)
 
 
@@ -250,7 +267,7 @@ def _store(shape: Shape, case: Case, generator: torch.Generator) -> dict[str, Te
 
 
 def _to_device(case: Case, device: str) -> Case:
-    moved: dict[str, Any] = {name: getattr(case, name).to(device) for name in ("q", "k", "v", "row_mode")}
+    moved: dict[str, Any] = {name: getattr(case, name).to(device) for name in (*case.fresh, "row_mode")}
     for name in ("pool", "plan", "store", "keys", "values"):
         moved[name] = {key: t.to(device) for key, t in getattr(case, name).items()}
     return replace(case, **moved)
@@ -261,12 +278,12 @@ def plane_of(case: Case, row: int) -> int:
 
 
 def next_loop(case: Case, seed: int = 1) -> Case:
-    """The same rows one loop later: new q, k, v for the consume that follows a capture; history and store are
+    """The same rows one loop later: new q, k, v and gate for the consume that follows a capture; history and store are
     kept.
     """
     later = case.copy()
     generator = torch.Generator().manual_seed(case.shape.seed + seed)
-    for name in ("q", "k", "v"):
+    for name in case.fresh:
         old = getattr(case, name)
         new = torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old.dtype).to(old.device)
         setattr(later, name, new)
@@ -306,6 +323,7 @@ def shapes(draw: st.DrawFn, **fixed: Any) -> Shape:
         "retention": draw(st.sampled_from(["0.3", "0.1", "0.77", "1.0", "1/3"])),
         "keep_first": draw(st.sampled_from([0, 0, 1, 3])),
         "keep_last": draw(st.sampled_from([0, 0, 2, 40])),
+        "gated": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31)),
     }
     return Shape(**drawn | fixed)

@@ -30,12 +30,22 @@ def naive_probabilities(case: Case, row: int) -> Tensor:
     return weights / weights.sum(0)
 
 
+def naive_gate(case: Case, out: Tensor) -> Tensor:
+    """sigmoid(gate) * out for the rows that see a key, in the case's own dtype."""
+    if case.gate is None:
+        return out
+    out = out.clone()
+    for row in live_rows(case):
+        out[row] *= 1 / (1 + (-case.gate[row]).exp())
+    return out
+
+
 def naive_dense(case: Case) -> Tensor:
     """O [T, H, D] in the case's own dtype: what eager code of that dtype computes."""
     out = torch.zeros_like(case.q)
     for row in live_rows(case):
         out[row] = (naive_probabilities(case, row)[..., None] * row_operands(case, row)[2]).sum(0)
-    return out
+    return naive_gate(case, out)
 
 
 def naive_consume(case: Case) -> Tensor:
@@ -53,7 +63,7 @@ def naive_consume(case: Case) -> Tensor:
         over_kept = (p[..., None] * v).sum(0)
         o_ref, c_ref, mass = (case.store[x][slot, SITE].to(p.dtype) for x in ("o_ref", "c_ref", "mass"))
         out[row] = o_ref + mass[:, None] * (over_kept - c_ref)
-    return out
+    return naive_gate(case, out)
 
 
 def kept_keys(case: Case, row: int, head: int) -> Tensor:

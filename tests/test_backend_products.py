@@ -400,10 +400,10 @@ def test_what_a_graph_needs_is_measured_when_it_is_compiled(monkeypatch: pytest.
 
 
 def test_shapes_with_norms_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the op asks for them: for many rows a norm with a weight is a kernel of its own. Two weights are one shape."""
-    asked: list[tuple[int, int, str]] = []
+    """As the op asks for them. Two weights are one shape."""
+    asked: list[tuple[int, int, str, bool]] = []
     monkeypatch.setattr(
-        skinny_choice, "choose", lambda shape, rows: asked.append((rows, shape.lines, shape.norm))
+        skinny_choice, "choose", lambda shape, rows: asked.append((rows, shape.lines, shape.norm, shape.mean))
     )
     graph, values = fx.Graph(), {"x": (3, 1, E), "gate": (I, E), "up": (I, E), "gain": (E,)}
     nodes = [graph.placeholder(name) for name in values]
@@ -419,11 +419,11 @@ def test_shapes_with_norms_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None
         asked.clear()
         node = graph.call_function(PRODUCTS["gated"], (x, gate), {"up": up, **options})
         _prepare_product(node, torch.empty(3, 1, E))
-        assert asked == [(8, 2 * I, norm)]
+        assert asked == [(8, 2 * I, norm, norm != "norm")]
     asked.clear()
     shape = skinny_choice.Shape(I, E, False, torch.bfloat16, torch.device("cpu"), "weighted norm")
     skinny_choice.prepare(shape, None)
-    assert [norm for *_, norm in asked] == ["weighted norm"] * 3 + [""]
+    assert [norm for *_, norm, _ in asked] == ["weighted norm"] * 4
 
 
 @pytest.mark.gpu

@@ -62,6 +62,15 @@ def test_a_system_that_fails_is_a_row_with_the_reason(
     assert "step_ms" not in row
 
 
+def test_steps_with_gates_in_attention_and_without_stand_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    decode.main(["--tiny", "--model", "hrm-text", "--gates-apart", "--systems", "sparse", "--points", "1x40",
+                 "--out", str(out)])  # fmt: skip
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["sparse", "sparse-gates-apart"]
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
 def test_one_command_measures_several_models(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "decode.json", tmp_path / "steps.png"

@@ -68,6 +68,8 @@ def test_bad_retention_names_argument_value_limit_and_remedy(value: object) -> N
         ("roll", "no"),
         ("merge_linears", "yes"),
         ("merge_linears", None),
+        ("fuse_gates", "auto"),
+        ("fuse_gates", None),
         ("progress", "yes"),
         ("async_steps", 1),
         ("loops_per_step", 0),

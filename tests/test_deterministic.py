@@ -56,7 +56,7 @@ def all_logits(model: CompiledModel, batch: int, mode: str, rows: list[list[int]
     return found
 
 
-@pytest.mark.parametrize("name", ["ouro", "dory"])
+@pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
 def test_logits_are_the_same_bits_in_every_batch_and_mode(name: str) -> None:
     rows = prompts(3, 12)
     fixed = compiled(name, deterministic=True)
@@ -283,7 +283,7 @@ def test_validation_runs_with_it() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["ouro", "dory"])
+@pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_bfloat16_on_the_gpu_in_every_batch_and_mode(name: str, graphs: bool) -> None:
     from sparse_compile.models import tiny_tokenizer

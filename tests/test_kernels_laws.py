@@ -40,6 +40,7 @@ def test_mixed_is_the_single_op_of_each_row(implementation: str, shape: Shape) -
         mode: call(singles[mode], op, implementation)
         for mode, op in enumerate(("dense", "capture", "consume"), 1)
     }
+    ungated = call(later.ungated.copy(), "dense", implementation)
     mixed = later.copy()
     got = call(mixed, "mixed", implementation)
     for row, mode in enumerate(later.row_mode.tolist()):
@@ -51,20 +52,37 @@ def test_mixed_is_the_single_op_of_each_row(implementation: str, shape: Shape) -
             ours, theirs = mixed.store[name][slot], source.store[name][slot]
             torch.testing.assert_close(ours, theirs, equal_nan=True, **ROUNDING)
         if mode == 2:
-            assert torch.equal(got[row], mixed.store["o_ref"][slot, SITE])
+            torch.testing.assert_close(mixed.store["o_ref"][slot, SITE], ungated[row], **ROUNDING)
+            if case.gate is None:
+                assert torch.equal(got[row], mixed.store["o_ref"][slot, SITE])
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", BOTH)
-def test_capture_returns_what_it_stores_and_what_dense_returns(
-    dtype: torch.dtype, implementation: str
+def test_capture_stores_what_dense_returns_without_a_gate_and_returns_what_it_returns_with_one(
+    dtype: torch.dtype, implementation: str, gated: bool
 ) -> None:
-    case = build(Shape(((31, 5), (31, 1), (6, 1), (2, 2)), dtype=dtype, padding=1, heads=(8, 1), head_dim=80))
+    sequences = ((31, 5), (31, 1), (6, 1), (2, 2))
+    case = build(Shape(sequences, dtype=dtype, padding=1, heads=(8, 1), head_dim=80, gated=gated))
     mine = case.copy()
     out = call(mine, "capture", implementation)
     assert torch.equal(out, call(case.copy(), "dense", implementation))
     rows = live_rows(case)
-    assert torch.equal(out[rows], mine.store["o_ref"][mine.store["row_slot"][rows].long(), SITE])
+    ungated = call(case.ungated.copy(), "dense", implementation)
+    assert torch.equal(ungated[rows], mine.store["o_ref"][mine.store["row_slot"][rows].long(), SITE])
+    assert torch.equal(out, ungated) != gated
+
+
+@quick
+@given(shape=shapes(gated=True))
+def test_a_gate_changes_nothing_that_is_stored(shape: Shape) -> None:
+    for implementation in BOTH:
+        with_gate, without = (build(shape) for _ in range(2))
+        call(with_gate, "capture", implementation)
+        call(without.ungated, "capture", implementation)
+        for name, value in bits(with_gate.store | with_gate.pool).items():
+            assert torch.equal(value, bits(without.store | without.pool)[name]), name
 
 
 @quick
@@ -103,7 +121,7 @@ def test_a_prompt_in_one_chunk_equals_many(implementation: str, chunk: int) -> N
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("op", ["kv_write", "dense", "capture", "consume", "mixed"])
 def test_padding_touches_only_the_dummy_page_and_slot(op: str, implementation: str) -> None:
-    case = build(Shape(((6, 1), (13, 2)), padding=3, loops=2))
+    case = build(Shape(((6, 1), (13, 2)), padding=3, loops=2, gated=True))
     if op == "consume":
         call(case, "capture", implementation)
     before = case.copy()
@@ -128,7 +146,7 @@ def test_padding_touches_only_the_dummy_page_and_slot(op: str, implementation: s
 
 @pytest.mark.parametrize("implementation", BOTH)
 def test_a_batch_of_padding_alone(implementation: str) -> None:
-    case = build(Shape(((6, 1),), padding=4))
+    case = build(Shape(((6, 1),), padding=4, gated=True))
     padding = [row for row in range(case.rows) if row not in live_rows(case)]
     for op in ("dense", "capture", "consume", "mixed"):
         assert not call(case.copy().select(padding), op, implementation).any()

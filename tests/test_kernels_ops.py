@@ -14,10 +14,11 @@ import torch
 from kernel_cases import BOTH, GARBAGE, SITE, Case, Shape, arguments, bits, build, call, next_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparse_compile.kernels import ops
+from sparse_compile.kernels import checks, ops
 
 ATTENTION = ("dense", "capture", "consume", "mixed")
 SMALL = Shape(((5, 2), (11, 1)), padding=1)
+SITE_KEYWORDS: dict[str, Any] = {"scale": 0.1, "window": 0, "softcap": 0.0}
 
 
 def captured(shape: Shape = SMALL) -> Case:
@@ -32,10 +33,12 @@ def overload(op: str) -> Any:
 
 
 @pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("op", ["kv_write", *ATTENTION])
-def test_opcheck(op: str, implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "gated"), [("kv_write", False), *((op, gated) for op in ATTENTION for gated in (False, True))]
+)
+def test_opcheck(op: str, gated: bool, implementation: str) -> None:
     """Schema, fake and tracing agree with the real op. This proves no numbers; other tests compare those."""
-    args, kwargs = arguments(captured(replace(SMALL, dtype=torch.float32)), op, implementation)
+    args, kwargs = arguments(captured(replace(SMALL, dtype=torch.float32, gated=gated)), op, implementation)
     torch.library.opcheck(overload(op), args, kwargs)
 
 
@@ -45,17 +48,20 @@ def test_opcheck_of_the_marker(op: str) -> None:
     case = build(SMALL)
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in (case.q, case.k, case.v))
-        out = torch.ops.sparse_compile.site(q, k, v, scale=0.1, window=0, softcap=0.0)
-    assert out.shape == case.q.shape
-    assert out.dtype == case.q.dtype
-    assert out.is_contiguous()
+        results = [
+            torch.ops.sparse_compile.site(*given, **SITE_KEYWORDS) for given in ((q, k, v), (q, k, v, q))
+        ]
+    for out in results:
+        assert out.shape == case.q.shape
+        assert out.dtype == case.q.dtype
+        assert out.is_contiguous()
     assert not overload(op)._schema.is_mutable
 
 
 def test_a_marker_that_runs_says_that_its_graph_was_never_rewritten() -> None:
     case = build(SMALL)
     with pytest.raises(RuntimeError, match=r"only marks an attention call .* never rewritten"):
-        torch.ops.sparse_compile.site(case.q, case.k, case.v, scale=0.1, window=0, softcap=0.0)
+        torch.ops.sparse_compile.site(case.q, case.k, case.v, case.q, **SITE_KEYWORDS)
 
 
 def test_schemas_name_what_is_mutated() -> None:
@@ -88,26 +94,28 @@ def test_consume_leaves_the_store_alone_and_outputs_alias_nothing(op: str, imple
 
 
 def fused(case: Case) -> Case:
-    """q, k, v as slices of one projection [T, (H + 2 Hkv) * D]."""
-    (heads, kv_heads), d = case.shape.heads, case.shape.head_dim
-    projection = torch.cat([x.flatten(1) for x in (case.q, case.k, case.v)], dim=1)
-    q, k, v = projection.split([heads * d, kv_heads * d, kv_heads * d], dim=1)
-    return replace(
-        case, q=q.unflatten(1, (heads, d)), k=k.unflatten(1, (kv_heads, d)), v=v.unflatten(1, (kv_heads, d))
-    )
+    """q, k, v and the gate as slices of one projection [T, (2 H + 2 Hkv) * D]."""
+    d = case.shape.head_dim
+    held = [getattr(case, name) for name in case.fresh]
+    projection = torch.cat([x.flatten(1) for x in held], dim=1)
+    parts = projection.split([x.shape[1] * d for x in held], dim=1)
+    return replace(case, **{n: x.unflatten(1, (-1, d)) for n, x in zip(case.fresh, parts, strict=True)})
 
 
 def heads_first(case: Case) -> Case:
-    """q, k, v as transposed views of [H, T, D], as model code makes them."""
+    """q, k, v and the gate as transposed views of [H, T, D], as model code makes them."""
     return replace(
-        case, **{n: getattr(case, n).transpose(0, 1).contiguous().transpose(0, 1) for n in ("q", "k", "v")}
+        case, **{n: getattr(case, n).transpose(0, 1).contiguous().transpose(0, 1) for n in case.fresh}
     )
 
 
 def expanded(case: Case) -> Case:
-    """One key/value head, and one query row, shown to all."""
+    """One key/value head, one query row, and one number of each head's gate, shown to all."""
     k, v = (x[:, :1].expand_as(x) for x in (case.k, case.v))
-    return replace(case, q=case.q[:1].expand_as(case.q), k=k, v=v)
+    assert case.gate is not None
+    return replace(
+        case, q=case.q[:1].expand_as(case.q), k=k, v=v, gate=case.gate[..., :1].expand_as(case.gate)
+    )
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -117,8 +125,8 @@ def expanded(case: Case) -> Case:
     "shape", [SMALL, Shape(((7, 1),), heads=(6, 2), head_dim=12)], ids=["batch", "one row"]
 )
 def test_strides_do_not_matter(op: str, implementation: str, view: Any, shape: Shape) -> None:
-    viewed = view(captured(shape))
-    plain = replace(viewed, **{name: getattr(viewed, name).clone().contiguous() for name in ("q", "k", "v")})
+    viewed = view(captured(replace(shape, gated=True)))
+    plain = replace(viewed, **{name: getattr(viewed, name).clone().contiguous() for name in viewed.fresh})
     got, expected = (call(case.copy(), op, implementation) for case in (viewed, plain))
     assert torch.equal(got, expected)
     args, kwargs = arguments(viewed.copy(), op, implementation)
@@ -231,6 +239,32 @@ def test_what_does_not_fit_is_refused_by_name(op: str, name: str, value: Any, me
     change(case, name, value)
     with pytest.raises((ValueError, IndexError), match=message):
         call(case, op)
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda t: t[..., :4], r"gate must be \[4, 4, 8\], as q, got \[4, 4, 4\]"),
+        (lambda t: t[1:], r"gate must be \[4, 4, 8\], as q, got \[3, 4, 8\]"),
+        (lambda t: t.float(), "gate is torch.float32 but q is torch.float64; they must agree"),
+    ],
+)
+def test_a_gate_that_does_not_fit_is_refused(op: str, value: Any, message: str) -> None:
+    case = captured(replace(SMALL, gated=True))
+    before = bits(case.pool)
+    change(case, "gate", value)
+    with pytest.raises(ValueError, match=message):
+        call(case, op)
+    assert all(torch.equal(before[name], now) for name, now in bits(case.pool).items())
+
+
+def test_a_gate_on_another_device_is_refused() -> None:
+    case = captured(replace(SMALL, gated=True))
+    assert case.gate is not None
+    elsewhere = replace(case.attention, gate=case.gate.to("meta"))
+    with pytest.raises(ValueError, match="gate is on meta but q is on cpu"):
+        checks.check_attention(elsewhere, case.k, case.v)
 
 
 def test_one_memory_for_keys_and_values_is_refused() -> None:

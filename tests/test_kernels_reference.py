@@ -12,7 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from kernel_cases import SITE, Case, Shape, build, call, live_rows, next_loop, shapes
-from kernel_oracle import kept_keys, naive_consume, naive_dense, naive_probabilities, row_operands
+from kernel_oracle import (
+    kept_keys,
+    naive_consume,
+    naive_dense,
+    naive_gate,
+    naive_probabilities,
+    row_operands,
+)
 
 from sparse_compile.kernels import compute_dtype, reference
 
@@ -28,7 +35,7 @@ def torch_attention(case: Case) -> torch.Tensor:
         k, v = k[first:].transpose(0, 1), v[first:].transpose(0, 1)
         attended = torch.nn.functional.scaled_dot_product_attention(q[:, None], k, v, scale=case.scale)
         out[row] = attended[:, 0]
-    return out
+    return naive_gate(case, out)
 
 
 @quick
@@ -36,6 +43,29 @@ def torch_attention(case: Case) -> torch.Tensor:
 def test_dense_is_torch_attention(shape: Shape) -> None:
     case = build(shape)
     torch.testing.assert_close(call(case.copy(), "dense", "reference"), torch_attention(case), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gate_is_applied_before_the_one_rounding(dtype: torch.dtype) -> None:
+    """What comes out is sigmoid(gate) times what attention computes in the compute dtype."""
+    case = build(Shape(((25, 2), (9, 1)), dtype=dtype, gated=True, padding=1))
+    call(case, "capture", "reference")
+    later = next_loop(case)
+    wide = compute_dtype(dtype)
+    for op in ("dense", "consume"):
+        got = call(later.copy(), op, "reference")
+        mine = later.copy()
+        call(mine, "kv_write")
+        plain, store = torch.empty(later.q.shape, dtype=wide), () if op == "dense" else (mine.store_view,)
+        getattr(reference, op)(mine.ungated.attention, *store, plain)
+        assert torch.equal(got, naive_sigmoid(later, plain).to(dtype)), op
+
+
+def naive_sigmoid(case: Case, plain: torch.Tensor) -> torch.Tensor:
+    assert case.gate is not None
+    gated = plain.clone()
+    gated[live_rows(case)] *= torch.sigmoid(case.gate.to(plain.dtype))[live_rows(case)]
+    return gated
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 100])
@@ -55,6 +85,7 @@ def test_soft_cap(softcap: float) -> None:
 @given(shapes())
 def test_capture_keeps_the_largest_probabilities(shape: Shape) -> None:
     case = build(shape)
+    ungated = call(case.ungated.copy(), "dense", "reference")
     out = call(case, "capture", "reference")
     for row in live_rows(case):
         p, (_, _, v, _) = naive_probabilities(case, row), row_operands(case, row)
@@ -72,7 +103,7 @@ def test_capture_keeps_the_largest_probabilities(shape: Shape) -> None:
             c_ref = (p[kept, head] @ v[kept, head]) / mass
             torch.testing.assert_close(case.store["mass"][slot, SITE, head], mass, **EXACT)
             torch.testing.assert_close(case.store["c_ref"][slot, SITE, head], c_ref, **EXACT)
-        assert torch.equal(case.store["o_ref"][slot, SITE], out[row])
+        assert torch.equal(case.store["o_ref"][slot, SITE], ungated[row])
     torch.testing.assert_close(out, naive_dense(case), **EXACT)
 
 

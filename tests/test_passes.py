@@ -377,8 +377,8 @@ def test_numbered_dumps(tmp_path: Path) -> None:
     toy_compile(Toy(), dump_dir=tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names[:2] == ["00_canonicalize_after.txt", "00_canonicalize_before.txt"]
-    assert "05_rewrite_sparse.txt" in names
-    assert "capture" in (tmp_path / "05_rewrite_sparse.txt").read_text()
+    assert "06_rewrite_sparse.txt" in names
+    assert "capture" in (tmp_path / "06_rewrite_sparse.txt").read_text()
 
 
 def test_a_model_without_loops_is_refused() -> None:

@@ -38,8 +38,9 @@ CASES = {
     "heads", [Heads(1, 0.3), Heads(1, 0.3, 3), Heads(0, 0.3, 0, 5.0)], ids=["plain", "window", "cap"]
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_dense_op(case: str, kv_heads: int, heads: Heads, device: str) -> None:
+def test_equals_the_dense_op(case: str, gated: bool, kv_heads: int, heads: Heads, device: str) -> None:
     chunks = CASES[case]
     p = prompts(chunks, device, padding=2)
     rows = p.row_seq.shape[0]
@@ -48,13 +49,17 @@ def test_equals_the_dense_op(case: str, kv_heads: int, heads: Heads, device: str
     q, k, v = (
         torch.randn(rows, h, 8, generator=make, dtype=dtype).to(device) for h in (4, kv_heads, kv_heads)
     )
+    wide = torch.randn(rows, 3 * 4 * 8, generator=make, dtype=dtype).to(device)
+    gate = wide[:, 32:64].unflatten(1, (4, 8)) if gated else None  # columns of a product
+    if gate is not None:
+        gate[-2:] = torch.nan  # of padding
     history = torch.randn(2, 2, PAGES, kv_heads, PAGE, 8, generator=make, dtype=dtype).to(device)
     k_pool, v_pool = history[0].clone(), history[1].clone()
-    ours = prefill_attention(q, k, v, k_pool, v_pool, p, heads)
+    ours = prefill_attention(q, k, v, k_pool, v_pool, p, heads, gate)
     pools = history[0].clone(), history[1].clone()
     want = torch.ops.sparse_compile.dense(
         q, k, v, *pools, p.block_table, p.row_seq, p.row_position, p.row_length, p.row_loop,
-        plane=heads.plane, plane_stride=0, scale=heads.scale, window=heads.window, softcap=heads.softcap,
+        gate, plane=heads.plane, plane_stride=0, scale=heads.scale, window=heads.window, softcap=heads.softcap,
         implementation="batched",
     )  # fmt: skip
     assert ours.shape == want.shape
@@ -63,6 +68,21 @@ def test_equals_the_dense_op(case: str, kv_heads: int, heads: Heads, device: str
     assert torch.equal(k_pool[:, 1:], pools[0][:, 1:])
     assert torch.equal(v_pool[:, 1:], pools[1][:, 1:])
     assert not ours[-2:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gate_of_prompts_is_rounded_once(device: str) -> None:
+    """In half precision: sigmoid(gate) times what comes without a gate, in float32."""
+    p = prompts([Chunk(0, 9, 1, 0), Chunk(9, 4, 2, 3)], device)
+    make = torch.Generator().manual_seed(5)
+    q, k, v, gate = (torch.randn(13, 4, 8, generator=make).bfloat16().to(device) for _ in range(4))
+    pool = torch.zeros(1, PAGES, 4, PAGE, 8, dtype=torch.bfloat16, device=device)
+    plain, got = (
+        prefill_attention(q, k, v, pool.clone(), pool.clone(), p, Heads(0, 1.0), given)
+        for given in (None, gate)
+    )
+    want = plain.double() * gate.double().sigmoid()
+    assert ((got.double() - want).abs() <= want.abs() * 2**-8 * 1.001).all()  # half an ulp of bfloat16
 
 
 def test_what_lies_behind_the_sequence_is_never_read() -> None:

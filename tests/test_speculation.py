@@ -114,6 +114,11 @@ def test_pipelines_give_the_tokens_of_ordinary_decoding(name: str, retention: fl
     assert engine.pool.held_pages == 0
 
 
+def test_a_model_with_gates_drafts_and_verifies_in_the_same_way() -> None:
+    test_blocks_give_the_tokens_of_ordinary_decoding("hrm-text", 0.3, 1)
+    test_pipelines_give_the_tokens_of_ordinary_decoding("hrm-text", 0.3, 1)
+
+
 def pipeline(model: Any, loops: int) -> Drafting:
     repeats = model.program.roll.repeats
     loops = repeats if loops == -1 else loops

@@ -7,6 +7,7 @@ units, merges and partial blocks.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,7 @@ def assert_agrees(case: Case) -> None:
     captured, after = run(case, "capture")
     assert torch.equal(dense, captured)
     assert_as_good_as_eager(dense, naive_dense(case), call(exact.copy(), "dense", "reference"))
+    ungated = captured if case.gate is None else run(case.ungated, "dense")[0]
     theirs = case.copy()
     call(theirs, "capture", "batched")
     for row in live_rows(case):
@@ -72,7 +74,7 @@ def assert_agrees(case: Case) -> None:
             torch.testing.assert_close(
                 after.store[name][slot, SITE], theirs.store[name][slot, SITE], rtol=2e-5, atol=2e-5
             )
-        assert torch.equal(after.store["o_ref"][slot, SITE], captured[row])
+        assert torch.equal(after.store["o_ref"][slot, SITE], ungated[row])
     later = next_loop(after)
     consumed, _ = run(later, "consume")
     assert_as_good_as_eager(
@@ -82,8 +84,8 @@ def assert_agrees(case: Case) -> None:
 
 SHAPES = {
     "ragged": Shape(((1, 1), (13, 1), (30, 1), (70, 1)), heads=(4, 4), padding=1),
-    "grouped": Shape(((1, 1), (33, 1), (65, 1)), heads=(6, 2), head_dim=12, page_size=3),
-    "chunk": Shape(((5, 3), (40, 4)), heads=(2, 1), head_dim=16),
+    "grouped, gated": Shape(((1, 1), (33, 1), (65, 1)), heads=(6, 2), head_dim=12, page_size=3, gated=True),
+    "chunk, gated": Shape(((5, 3), (40, 4)), heads=(2, 1), head_dim=16, padding=1, gated=True),
     "softcap": Shape(((33, 1), (40, 1)), heads=(4, 2), softcap=5.0),
     "ties": Shape(((33, 1), (64, 1)), heads=(2, 2), integers=True),
     "retain few": Shape(((33, 1), (100, 1)), heads=(2, 2), retention="0.01"),
@@ -143,7 +145,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_touches_the_dummy_only(device: str) -> None:
-    case = build(Shape(((9, 1),), heads=(2, 2), padding=3, dtype=torch.float32, device=device))
+    case = build(Shape(((9, 1),), heads=(2, 2), padding=3, dtype=torch.float32, device=device, gated=True))
     before = {name: value.clone() for name, value in bits(case.store | case.pool).items()}
     rows = [row for row in range(case.rows) if row not in live_rows(case)]
     padding = case.select(rows)
@@ -158,7 +160,7 @@ def test_padding_touches_the_dummy_only(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_empty_slot_gives_nan_not_numbers(device: str) -> None:
-    case = build(Shape(((20, 1),), heads=(2, 2), dtype=torch.float32, device=device))
+    case = build(Shape(((20, 1),), heads=(2, 2), dtype=torch.float32, device=device, gated=True))
     case.store["count"].zero_()
     from sparse_compile.kernels import triton_backend
 
@@ -191,7 +193,9 @@ def test_rows_of_one_sequence_share_a_tile(
 ) -> None:
     """Blocks of four rows; two rows of the last block are padding."""
     sequences = ((40, 4), (21, 4), (35, 2))
-    case = build(Shape(sequences, heads, dim, padding=2, window=window, dtype=torch.float32, device=device))
+    case = build(
+        Shape(sequences, heads, dim, padding=2, window=window, dtype=torch.float32, device=device, gated=True)
+    )
     case = case.select(in_blocks(case, sequences=3))
     from sparse_compile.kernels import triton_backend
 
@@ -233,8 +237,8 @@ def test_rows_that_share_a_tile_are_captured(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("captures", [True, False])
 def test_mixed_rows(device: str, captures: bool) -> None:
-    shape = Shape(((33, 1), (40, 1), (70, 1), (9, 1)), heads=(4, 2), dtype=torch.float32, device=device)
-    case = build(shape)
+    sequences = ((33, 1), (40, 1), (70, 1), (9, 1))
+    case = build(Shape(sequences, heads=(4, 2), dtype=torch.float32, device=device, gated=True))
     _, captured = run(case, "capture")
     later = next_loop(captured)
     modes = [1, 2 if captures else 1, 3, 0]
@@ -253,10 +257,56 @@ def test_mixed_rows(device: str, captures: bool) -> None:
             assert torch.equal(after.store[name][slot, SITE], alone.store[name][slot, SITE]), name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["dense", "capture", "consume"])
+def test_strides_of_a_gate_do_not_matter(device: str, op: str) -> None:
+    """Columns of a wider product, heads first, and one number for a whole head."""
+    if device == "cpu" and op != "consume":
+        pytest.skip("one op is enough for the interpreter; the GPU runs all of them")
+    shape = Shape(((33, 1), (70, 1)), heads=(2, 1), dtype=torch.bfloat16, device=device, gated=True)
+    case = build(shape)
+    call(case, "capture", "batched")
+    later = next_loop(case)
+    assert later.gate is not None
+    wide = torch.full((later.rows, 2, 24), torch.nan, dtype=later.gate.dtype, device=device)
+    wide[..., 8:16] = later.gate
+    views = [wide[..., 8:16], later.gate.transpose(0, 1).contiguous().transpose(0, 1)]
+    views.append(later.gate[..., :1].expand_as(later.gate))
+    for gate in views:
+        got, _ = run(replace(later, gate=gate), op)
+        assert torch.equal(got, run(replace(later, gate=gate.contiguous()), op)[0])
+        assert not torch.equal(got, run(later.ungated, op)[0])
+
+
+@pytest.mark.gpu
+def test_keys_are_written_when_what_is_ahead_is_done() -> None:
+    """By a kernel of its own, of rows that others read: each call overwrites keys that the one ahead has just read."""
+    sequences = ((3000, 4), (1500, 4), (17, 4))
+    case = build(Shape(sequences, heads=(4, 4), head_dim=64, dtype=torch.bfloat16, device="cuda"))
+    fresh = [(case.k * scale, case.v * scale) for scale in (1.0, -2.0, 0.5, 3.0)]
+
+    def chain(mine: Case, settle: Callable[[], None]) -> list[torch.Tensor]:
+        outs = []
+        for k, v in fresh:
+            outs.append(call(replace(mine, k=k, v=v), "dense", "triton"))
+            settle()
+        return outs
+
+    want = chain(case.copy(), torch.cuda.synchronize)
+    mine, graph = case.copy(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain(mine, lambda: None)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, one) for got, one in zip(outs, want, strict=True))
+
+
 @pytest.mark.gpu
 def test_graph_replay_with_other_lengths_counts_and_modes() -> None:
     """One captured graph serves every length and mode that fits its block table."""
-    shape = Shape(((90, 1), (70, 1), (40, 1)), heads=(4, 2), dtype=torch.bfloat16, device="cuda")
+    sequences = ((90, 1), (70, 1), (40, 1))
+    shape = Shape(sequences, heads=(4, 2), dtype=torch.bfloat16, device="cuda", gated=True)
     case = build(shape)
     static = case.copy()
     for _ in range(2):

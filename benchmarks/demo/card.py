@@ -66,7 +66,8 @@ synthetic tasks (`sparse_compile/quality/tasks.py`): {tasks}.
 
 ## Figures
 
-Dense, in bfloat16, as the training run measured them at its end.
+Dense, in bfloat16, as the training run measured them at its end. What sparse attention costs the model is in
+`benchmarks/results/quality-demo.json` of the repository, and in its README.
 
 | after loop | bits per byte of held-out text | agrees with the last loop |
 |---|---|---|

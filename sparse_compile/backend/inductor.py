@@ -148,7 +148,8 @@ def _prepare_product(node: fx.Node, x: torch.Tensor) -> None:
 
     weight, pairs = fake(node.args[1]), node.target in (PRODUCTS["gated"], PRODUCTS["rotary"])  # type: ignore[arg-type]
     up, gain = (fake_maybe(node.kwargs.get(name)) for name in ("up", "norm"))
-    norm = Norm(float(node.kwargs["eps"]), gain) if "eps" in node.kwargs else None  # type: ignore[arg-type]
+    eps, mean = (node.kwargs.get(name, default) for name, default in (("eps", None), ("mean", True)))
+    norm = None if eps is None else Norm(float(eps), gain, bool(mean))  # type: ignore[arg-type]
     rows = [size for size in x.shape[:-1] if isinstance(size, int)]
     known = len(rows) == x.dim() - 1
     prepare(shape_of(weight, pairs, norm, up), math.prod(rows) if known else None)

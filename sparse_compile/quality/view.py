@@ -188,7 +188,8 @@ def _plot_mass(rows: Sequence[dict[str, Any]], path: Path, heat_at: float) -> Pa
             key=lambda one: abs(one["retention"] - heat_at),
         )
         image = axis.imshow(row["mass"], vmin=0, vmax=1, aspect="auto", cmap="viridis")
-        axis.set(xlabel="head", ylabel="layer", title=f"mass at {row['retention']:g}, capture loop {loop}")
+        title = f"attention mass of {row['retention']:g} of the keys,\ncapture loop {loop}"
+        axis.set(xlabel="head", ylabel="layer", title=title)
         figure.colorbar(image, ax=axis)
         _label_cells(axis, row["mass"])
     figure.tight_layout()
