@@ -41,9 +41,9 @@ from .triton_norms import COLUMNS, SLICES
 FORMAT = 4  # of the file, and of the kernel and the tiles whose times it holds
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
 ALONG_ROWS = 8  # of products that do a norm themselves where nothing is measured: with more it takes too long
+MEASURED_ROWS = 16  # of products of which it is measured whether they should do a norm themselves
 AHEAD = 256  # columns that products of up to `AHEAD_ROWS` ask for while they wait
 AHEAD_ROWS = 16  # with more, asking takes longer than it saves
-MEASURED_ROWS = 16  # of products of which it is measured whether they should
 _ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
 
 

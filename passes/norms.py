@@ -16,8 +16,8 @@ Which norms (`Norms`):
 
 What is normalised must be read by products alone, each of which does so for itself. Only norms over the last dimension
 count, in the forms that models write: the mean or the sum of the squares in float32, a weight before or after the
-result is rounded, or one `rms_norm`. In float16 a norm with a weight stays: products cannot do
-it themselves (a row is multiplied by the weight before it is scaled, and may overflow). Nothing is moved past a node
+result is rounded, or one `rms_norm`. In float16 a norm with a weight stays: a product multiplies a row by the weight
+before it scales it, which may overflow, and a kernel ahead of it would be no kernel less. Nothing is moved past a node
 that writes in place.
 """
 

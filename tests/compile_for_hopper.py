@@ -38,11 +38,12 @@ _run = JITFunction.run
 
 
 def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """Compiles a launch as it would be on a GPU, unless one with the same constants was."""
+    """Compiles a launch as it would be on a GPU, unless one with the same constants and dtypes was."""
     options |= {name: value for name, value in ON_GPU.items() if name in options}
     if options.get("PRECISION") == "upcast":
         options["PRECISION"] = "tf32"
-    key = (kernel.fn, *((name, str(value)) for name, value in sorted(options.items())))
+    dtypes = tuple(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+    key = (kernel.fn, dtypes, *((name, str(value)) for name, value in sorted(options.items())))
     if key not in compiled:
         compiled.add(key)
         made = _run(kernel, *args, grid=grid, warmup=True, launch_pdl=True, **options)
@@ -75,13 +76,19 @@ def referring(shape: Shape) -> Case:
     return case
 
 
-def product(rows: int, width: int, depth: int, gated: bool = False, norm: bool = False, **more: Any) -> None:
-    tiles = replace(default_tiles(Product(rows, width, depth, gated)), pdl=True, ahead=AHEAD)
-    x, weight = torch.zeros(rows, depth), torch.zeros(width * (2 if gated else 1), depth)
-    made = {"norm": Norm(1e-6, None)} if norm else {}
+def product(
+    rows: int, width: int, depth: int, *, gated: bool = False, norm: bool = False, weighted: bool = False,
+    sums: bool = False, splits: int = 1, dtype: torch.dtype = torch.bfloat16, rotary: Rotary | None = None,
+) -> None:  # fmt: skip
+    """norm: done in the product, and in a kernel ahead. sums: with a bias and a residual."""
+    tiles = default_tiles(Product(rows, width, depth, gated, gain=weighted))
+    tiles = replace(tiles, pdl=True, ahead=AHEAD, splits=splits)
+    x, weight = (torch.zeros(n, depth, dtype=dtype) for n in (rows, width * (2 if gated else 1)))
+    made = Norm(1e-6, x[0] if weighted else None) if norm else None
+    bias, residual = (weight[:, 0], x[:, :width]) if sums else (None, None)
     for apart in (False, True) if norm else (False,):
         mine = replace(tiles, apart=apart)
-        skinny_backend.launch(x.bfloat16(), weight.bfloat16(), None, None, gated, mine, **made, **more)
+        skinny_backend.launch(x, weight, bias, residual, gated, mine, rotary, made)
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -103,6 +110,9 @@ def calls() -> dict[str, Callable[[], None]]:
         "activation": partial(product, 4, 256, 1024, gated=True, norm=True),
         "heads": partial(product, 4, 256, 1024, rotary=turn),
         "many rows": partial(product, 64, 256, 1024, norm=True),
+        "the weight of a norm": partial(product, 4, 256, 1024, norm=True, weighted=True),
+        "columns parted": partial(product, 4, 256, 1024, norm=True, splits=2),
+        "bias and residual, uneven": partial(product, 4, 250, 1000, sums=True, dtype=torch.float16),
     }
     for op in ("dense", "capture", "consume", "mixed"):
         made |= {op: partial(attend, plain, op), f"{op}, gated": partial(attend, gated, op)}

@@ -24,7 +24,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     made = json.loads(done.stdout)
     assert {name: error for name, error in made["failed"].items() if error} == {}
-    assert made["kernels"] >= 30
+    assert made["kernels"] >= 36
     assert made["asking"] >= 5, "products ask for their weights while they wait"
 
 

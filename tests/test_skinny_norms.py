@@ -41,7 +41,7 @@ TILES = [
 ]
 ROUNDED = 2**-7
 """Margin where a kernel ahead may multiply rows by the weight of a norm: it rounds them, and gate and up read them."""
-GAIN_ROWS = 32  # that products multiply by the weight of a norm: with more there are not registers enough
+GAIN_ROWS = 32  # of products with the weight of a norm: twice what `MEASURED_ROWS` lets them have
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,8 @@ def test_gate_and_up_of_two_weights(weighted: bool, tiles: Tiles) -> None:
     )
     for fixed in (False, True):
         two, one = call("gated", halves, norm, up=up, fixed=fixed), call("gated", given, norm, fixed=fixed)
-        assert torch.equal(two, one) or DEVICE == "cuda"
+        if DEVICE == "cuda" and fixed:
+            assert torch.equal(two, one)
         assert_as_good_as_eager("gated", two, given, norm=norm, more=ROUNDED if weighted else 0.0)
 
 

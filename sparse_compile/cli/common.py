@@ -185,13 +185,13 @@ def load(name: str, dtype: str, device: str) -> Any:
     with quiet_stdout():
         import torch
 
-        from sparse_compile.models import load_model
+        from sparse_compile.models import DEMO, load_model
         from sparse_compile.models.loading import resolve_dtype
 
         resolve_dtype(dtype)
         where = place(device)
         tiny = name.startswith("tiny:")
-        if tiny and where.type == "cpu":
+        if where.type == "cpu" and (tiny or name == DEMO):
             torch.set_num_threads(1)  # operations this small are slower when they are shared out
         with notes.waiting(f"loading {name}"), notes.bars(not tiny):
             return load_model(name, dtype=dtype, device=where)
@@ -272,12 +272,7 @@ def compile_named(name: str, dtype: str, device: str, options: dict[str, Any]) -
     """Load and compile, with options that `check_named` has looked at."""
     model = load(name, dtype, device)
     with quiet_stdout():
-        import torch
-
         from sparse_compile.api import sparse_compile
-        from sparse_compile.models import DEMO
 
-        if name == DEMO and model.device.type == "cpu":
-            torch.set_num_threads(1)  # a step of a few rows takes longer when it is shared out
         notes.note(f"compiling {name} ...")
         return sparse_compile(model, progress=notes.bar_mode(), **options)
