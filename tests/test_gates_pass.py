@@ -552,11 +552,16 @@ def test_prompts_that_attend_through_pytorchs_kernels_have_their_gates() -> None
 
 def test_report() -> None:
     report, dory = compiled(merge_linears=True).report(), compiled("dory", validate=False).report()
+    off = compiled(fuse_gates=False, validate=False).report()
     assert (report.gated, report.gates_left_alone) == (18, ())
     value = dory.to_dict()
     assert value["gated_attention"] == 0
     assert [one["layer"] for one in value["gates_left_alone"]] == [row.layer for row in dory.layers]
+    assert [row.gated for row in report.layers] == [True] * len(report.layers)
     assert "gates: 18 attention calls apply the gate of their output" in shown(report)
+    assert [one[0] for one in off.gates_left_alone] == [row.layer for row in off.layers]
+    assert "more: fusing is off (fuse_gates=False)" in shown(off)
+    assert not any(row.gated for row in (*off.layers, *dory.layers))
     assert "gates left alone: model.layers.0.self_attn and 3 more: the gate is computed behind" in shown(dory)
 
 
