@@ -48,9 +48,14 @@ def _check_gate(attention: Attention) -> None:
     q, gate = attention.q, attention.gate
     if gate is None:
         return
-    _expect(gate.shape == q.shape, f"gate must be {list(q.shape)}, as q, got {list(gate.shape)}")
-    _expect(gate.dtype == q.dtype, f"gate is {gate.dtype} but q is {q.dtype}; they must agree")
-    _expect(gate.device == q.device, f"gate is on {gate.device} but q is on {q.device}")
+    _expect(
+        gate.shape == q.shape,
+        f"gate must be {list(q.shape)}, as q, got {list(gate.shape)}; expand it to q's shape",
+    )
+    _expect(gate.dtype == q.dtype, f"gate is {gate.dtype} but q is {q.dtype}; pass gate.to(q.dtype)")
+    _expect(
+        gate.device == q.device, f"gate is on {gate.device} but q is on {q.device}; move it to q's device"
+    )
 
 
 def check_write(

@@ -215,8 +215,9 @@ def _operands(
 
 def _named(names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
     """The tensors by name; behind those of `names` there may be a gate."""
-    given, gate = tensors[: len(names)], tensors[len(names) :]
-    return dict(zip(names, given, strict=True)) | dict(zip(("gate",), gate, strict=False))
+    if len(tensors) > len(names):
+        names = (*names, "gate")
+    return dict(zip(names, tensors, strict=True))
 
 
 def _check(attention: Attention, k: Tensor, v: Tensor, store: Store | None = None) -> None:

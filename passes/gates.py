@@ -12,10 +12,13 @@ Between two of our ops a compiler has nothing to fuse this product with: it woul
 the factors count, and views around each of them that keep the order of the elements. The gate is handed on as the view
 that it is, such as columns of one product that makes queries, keys, values and the gate; it must be computed before the
 attention call, and nothing else may read what that call returns. Either all calls of a layer take their gate along or
-none does, so that the bodies of a loop stay equal. Nothing is moved past a node that writes. In half precision a model
-rounds the gate's sigmoid and what attention returns, where an op rounds their product alone.
+none does, so that the bodies of a loop stay equal. The gate is read where the attention call stands, so nothing may
+write from the first of its readings, or the call, up to the product. In half precision a model rounds the gate's
+sigmoid and what attention returns, where an op rounds their product alone.
 
-What ends in a product with a sigmoid and stays as it is, is listed with the reason.
+A product of two tensors, attention and a sigmoid, that stays as it is, is listed with the reason: also where views of
+any order, parts, expansions, casts and products with numbers lie between. Such a product in other words (`addcmul`,
+`glu`), or with something else computed in between, is not seen.
 """
 
 from __future__ import annotations
@@ -28,78 +31,140 @@ from .base import Compilation, Pass
 from .columns import other_operand_maybe
 from .errors import PassError
 from .graph import erase
-from .nodes import argument, aten, fake, fake_maybe, operation, same_sizes
+from .nodes import argument, aten, fake, fake_maybe, operation, same_sizes, scalar_operand
 from .program import GateLeftAlone
 from .values import quiet
 
-_VIEWS = ("reshape", "unsqueeze", "squeeze", "transpose")
+ORDER = "the elements are in another order where attention and its gate are multiplied"
+PART = "only a part of attention or of the sigmoid is multiplied"
+DTYPE = "attention, its gate and their product are not all in one dtype"
+BROADCAST = "the gate is not one number for each element"
+NUMBER = "attention or its gate is multiplied with a number, too"
+
+_PASSING = {
+    **dict.fromkeys(("reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone"), ""),
+    **dict.fromkeys(("transpose", "permute", "t"), ORDER),
+    **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk", "getitem"), PART),
+    **dict.fromkeys(("expand", "expand_as"), BROADCAST),
+    "cast": DTYPE,
+}
+"""Operations that pass their first argument on, and why the result cannot stand for it."""
 
 
 @dataclass(frozen=True)
 class Gated:
     """product: sigmoid(gate) * attended, where `attended` is what a marker returns, perhaps as a view; sigmoid: its
-    factor, perhaps a view of a sigmoid; gate: what that is the sigmoid of, before any views; alone: nothing but the
-    product reads what the marker returns; in_order: the product has its elements in the order of the marker's.
+    factor, perhaps a view of a sigmoid; gate: what that is the sigmoid of, as the last view that the marker may read;
+    reader: the first node that reads it; alone: nothing but the product reads what the marker returns; obstacle: why
+    what lies between these is more than views in the same order, empty where it is not.
     """
 
     product: fx.Node
     attended: fx.Node
     sigmoid: fx.Node
     gate: fx.Node
+    reader: fx.Node
     alone: bool
-    in_order: bool
+    obstacle: str
 
 
 def gated_maybe(marker: fx.Node) -> Gated | None:
     """The product of what a marker returns with a sigmoid, if there is one."""
-    waiting = [(marker, True, True)]
+    waiting = [(marker, True, "")]
     while waiting:
-        node, alone, in_order = waiting.pop()
-        alone &= len(node.users) == 1
-        for user in node.users:
+        node, alone, obstacle = waiting.pop()
+        users = _readers(node)
+        alone &= len(users) == 1
+        for user in users:
             factor = other_operand_maybe(user, node) if operation(user) == "mul" else None
-            source = _without_views(factor) if factor is not None else None
-            if factor is not None and source is not None and operation(source) == "sigmoid":
-                gate = source.args[0]
-                assert isinstance(gate, fx.Node)
-                return Gated(user, node, factor, _without_views(gate), alone, in_order)
-            if operation(user) in _VIEWS:
-                waiting.append((user, alone, in_order and _keeps_order(user)))
+            found = _sigmoid_maybe(factor) if factor is not None else None
+            if factor is not None and found is not None:
+                gate, reader = _gate(found[0], marker)
+                return Gated(user, node, factor, gate, reader, alone, obstacle or found[1])
+            passed = _passed_on_maybe(user)
+            if passed is not None and passed[0] is node:
+                waiting.append((user, alone, obstacle or passed[1]))
     return None
 
 
-def _keeps_order(node: fx.Node) -> bool:
-    """Whether a node is a view of its first argument with the same elements in the same order."""
-    if operation(node) != "transpose":
-        return operation(node) in _VIEWS
-    sizes = fake(node).shape
-    first, last = sorted(int(argument(node, at, f"dim{at - 1}")) % len(sizes) for at in (1, 2))
-    return sum(size != 1 for size in sizes[first : last + 1]) <= 1
+def _name(node: fx.Node) -> str:
+    """The operation, whatever its overload."""
+    return operation(node).split(".")[0]
 
 
-def _without_views(node: fx.Node) -> fx.Node:
-    while _keeps_order(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The users of a value, without those that read its shape or dtype alone."""
+    like = ("cast", "expand_as")
+    return [
+        user
+        for user in node.users
+        if _name(user) != "sym_size" and not (_name(user) in like and user.args[0] is not node)
+    ]
+
+
+def _passed_on_maybe(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """What a node passes on, and why the node cannot stand for it; None for a node that computes something else."""
+    name = _name(node)
+    if name == "mul":
+        scaled = scalar_operand(node)
+        return None if scaled is None else (scaled[0], NUMBER)
+    source = node.args[0] if name in _PASSING else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name in ("slice", "select", "expand"):
+        same = same_sizes([fake(node).numel()], [fake(source).numel()])
+    else:
+        same = name in ("transpose", "permute") and _keeps_order(node, source)
+    return source, "" if same else _PASSING[name]
+
+
+def _keeps_order(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node that exchanges dimensions leaves the elements in their order."""
+    sizes = fake(source).shape
+    dims = list(range(len(sizes)))
+    if _name(node) == "permute":
+        dims = [int(dim) % len(sizes) for dim in argument(node, 1, "dims")]
+    else:
+        one, other = (int(argument(node, at, f"dim{at - 1}")) % len(sizes) for at in (1, 2))
+        dims[one], dims[other] = other, one
+    wide = [dim for dim in dims if sizes[dim] != 1]
+    return wide == sorted(wide)
+
+
+def _sigmoid_maybe(factor: fx.Node) -> tuple[fx.Node, str] | None:
+    """The sigmoid that a factor is, and why the factor cannot stand for it."""
+    node, obstacle = factor, ""
+    while (passed := _passed_on_maybe(node)) is not None:
+        node, obstacle = passed[0], obstacle or passed[1]
+    return (node, obstacle) if operation(node) == "sigmoid" else None
+
+
+def _gate(sigmoid: fx.Node, marker: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What a sigmoid is taken of, before views that are made behind the marker, and the first node that reads it."""
+    reader, gate = sigmoid, sigmoid.args[0]
+    assert isinstance(gate, fx.Node)
+    while not gate < marker and (passed := _passed_on_maybe(gate)) is not None and not passed[1]:
+        reader, gate = gate, passed[0]
+    return gate, reader
 
 
 def why_not(marker: fx.Node, gated: Gated) -> str:
     """Why a marker does not take its gate along; empty where it can."""
     value, gate = fake(marker), fake_maybe(gated.gate)
+    if gated.obstacle:
+        return gated.obstacle
     if not gated.alone:
         return "what attention returns is read by something else too"
     if gate is None or gate.dtype != value.dtype or fake(gated.product).dtype != value.dtype:
-        return f"the gate or its product is not in {value.dtype}, as what attention returns is"
-    if not gated.in_order:
-        return "the product has its elements in another order than attention"
+        return DTYPE
     if not same_sizes(fake(gated.sigmoid).shape, fake(gated.attended).shape):
-        return "the gate is one number for several elements"
+        return BROADCAST
     if not gated.gate < marker:  # what comes before does not depend on it
-        return "the gate is computed behind the attention call"
+        return _why_behind(gated.gate)
     if not quiet(marker, gated.product):
         return "something is written between the attention call and its product with the gate"
+    if gated.reader < marker and not quiet(gated.reader, marker):
+        return "something is written between the gate's sigmoid and the attention call"
     try:
         gate.view(value.shape)
     except (RuntimeError, ValueError):
@@ -107,15 +172,20 @@ def why_not(marker: fx.Node, gated: Gated) -> str:
     return ""
 
 
+def _why_behind(gate: fx.Node) -> str:
+    passed = _passed_on_maybe(gate)
+    if passed is not None and passed[1] != PART:
+        return passed[1]
+    return f"the gate is computed behind the attention call, by {_name(gate)}"
+
+
 class FuseGates(Pass):
-    """Fills `compilation.gates_left_alone` and `Site.gated`; off unless `options.fuse_gates`."""
+    """Fills `compilation.gates_left_alone` and `Site.gated`; without `options.fuse_gates` all are left alone."""
 
     name = "gates"
 
     def run(self, compilation: Compilation) -> dict[str, int]:
-        taken: set[str] = set()
-        if compilation.options.fuse_gates:
-            taken = self._take(compilation)
+        taken = self._take(compilation)
         compilation.sites = tuple(replace(site, gated=site.layer in taken) for site in compilation.sites)
         return {
             "taken": sum(site.gated for site in compilation.sites),
@@ -135,6 +205,8 @@ class FuseGates(Pass):
             reason = next(filter(None, (why_not(*one) for one in found)), "")
             if len(found) < len(calls):
                 reason = "not all of its calls have a gate"
+            if not compilation.options.fuse_gates:
+                reason = "fusing is off (fuse_gates=False)"
             if reason:
                 compilation.gates_left_alone.append(GateLeftAlone(layer, reason))
                 continue

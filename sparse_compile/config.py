@@ -86,8 +86,8 @@ class SparseConfig:
     merge_linears: join linear layers that read the same input into one product ("auto": on CUDA). The weights are
         moved into one block of memory; names, shapes and values of the model's parameters stay as they are. Memory that
         cannot be given back is in the report, and is at most 5 % of the weights.
-    fuse_gates: attention that is multiplied with a sigmoid, as in HRM-Text, does that within its own kernels, in
-        float32 and rounded once.
+    fuse_gates: attention that is multiplied with a sigmoid, as in HRM-Text, does that within its own kernels:
+        of decode rows in float32 and rounded once. The report says which layers do, and why others do not.
     inductor: compile what lies between attention calls with torch.compile's Inductor; None = on CUDA.
     skinny_products: in half precision, run the linear layers of a few rows with kernels of ours that stream weights,
         where they were measured to be faster than the library's; None = on CUDA. Needs `inductor`.

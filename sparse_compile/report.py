@@ -31,8 +31,8 @@ MEASURED_KINDS: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One attention module: the kind and the reason of each of its calls, in order of loops, and the share of the keys
-    that its consumes keep.
+    """One attention module: the kind and the reason of each of its calls, in order of loops, the share of the keys that
+    its consumes keep, and whether its calls multiply their result with its gate.
     """
 
     layer: str
@@ -40,6 +40,7 @@ class LayerRow:
     reasons: tuple[str, ...]
     window: int
     retention: Retention
+    gated: bool
 
     @property
     def looped(self) -> bool:
@@ -55,6 +56,7 @@ class LayerRow:
             "window": self.window,
             "key_retention": float(self.retention.share),
             "fraction": str(self.retention),
+            "gated": self.gated,
         }
 
 
@@ -87,8 +89,8 @@ class Report:
     merged: linear layers that became one product, as tuples of weight names; held_twice: bytes that this could not give
         back; left_alone: those that read one input and did not, with the reason.
     retention: the options; "key_retention" is the largest of all layers where there is one for each ("by_layer").
-    gated: attention calls of one forward that multiply their result with its gate; gates_left_alone: the layers whose
-        gate stays a product of its own, with the reason.
+    gated: attention calls of one forward that multiply their result with its gate, those of the layers that are
+        `gated`; gates_left_alone: the layers whose gate stays a product of its own, with the reason.
     skinny: how many linear layers run with kernels of ours at a few rows, where those are the faster ones; None where
         that is off. not_skinny: those that cannot, with the reason.
     quantised: weights that are no plain tensors, by the name of their class: how many ("weights"), their "bytes", and
@@ -228,7 +230,7 @@ def _layers(sites: Iterable[Site]) -> Iterable[LayerRow]:
     for layer, calls in by_layer.items():
         calls.sort(key=lambda site: site.loop)
         kinds, reasons = tuple(site.kind for site in calls), tuple(site.reason for site in calls)
-        yield LayerRow(layer, kinds, reasons, calls[0].window, calls[0].retention)
+        yield LayerRow(layer, kinds, reasons, calls[0].window, calls[0].retention, calls[0].gated)
 
 
 def _kv_bytes(site: Site, item: int) -> int:

@@ -60,15 +60,19 @@ def _layer_table(report: Report) -> Table:
     by_layer = report.retention["by_layer"]
     if by_layer:
         table.add_column("keeps", justify="right")
+    if report.gated:
+        table.add_column("gated")
     table.add_column("why, by loop", overflow="fold")
     for _, same in groupby(
-        report.layers, key=lambda row: (row.kinds, row.reasons, row.window, row.retention)
+        report.layers, key=lambda row: (row.kinds, row.reasons, row.window, row.retention, row.gated)
     ):
         rows = list(same)
         cells = [Text(kind, style=STYLES.get(kind, "")) for kind in rows[0].kinds]
         cells += [Text("")] * (report.loops - len(cells))
         if by_layer:
             cells.append(Text(f"{float(rows[0].retention.share):g}" if "consume" in rows[0].kinds else ""))
+        if report.gated:
+            cells.append(Text("yes" if rows[0].gated else "no"))
         table.add_row(_layer_name(rows), *cells, _why(rows[0]))
     return table
 
@@ -122,7 +126,7 @@ def _roll(report: Report) -> Text:
 
 
 def _gates(report: Report) -> list[Text]:
-    """How many attention calls apply their gate themselves, and why others do not."""
+    """How many attention calls apply their gate themselves (the table says which), and why others do not."""
     taken = (
         [Text(f"gates: {report.gated} attention calls apply the gate of their output")]
         if report.gated

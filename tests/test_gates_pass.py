@@ -20,7 +20,7 @@ from sparse_compile.kernels.retention import Retention
 from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Compilation, Options, PassManager
 from sparse_compile.passes.errors import PassError
-from sparse_compile.passes.gates import FuseGates, gated_maybe, why_not
+from sparse_compile.passes.gates import BROADCAST, DTYPE, NUMBER, ORDER, PART, FuseGates, gated_maybe, why_not
 from sparse_compile.passes.grammar import Grammar, check_grammar
 from sparse_compile.passes.graph import PRODUCTS, SITE, is_call
 from sparse_compile.passes.nodes import operation
@@ -79,6 +79,15 @@ FORMS: dict[str, Form] = {
     "squeezed": lambda m, out, gate, rows: (out.unsqueeze(1).squeeze(1) * heads(gate).sigmoid()).view(
         -1, 1, 8
     ),
+    "flattened": lambda m, out, gate, rows: (out.flatten(1) * gate.sigmoid()).unsqueeze(1),
+    "permuted": lambda m, out, gate, rows: (
+        out.unsqueeze(0).permute(1, 0, 2, 3) * heads(gate).unsqueeze(1).sigmoid()
+    ).reshape(-1, 1, 8),
+    "selected": lambda m, out, gate, rows: (
+        out.unsqueeze(1)[:, 0].reshape(-1, 8) * gate.unsqueeze(1).sigmoid()[:, 0]
+    ).unsqueeze(1),
+    "a copy": lambda m, out, gate, rows: (out.reshape(-1, 8).clone() * gate.sigmoid().clone()).unsqueeze(1),
+    "shape read": lambda m, out, gate, rows: (out * gate.sigmoid().reshape(out.shape)).reshape(-1, 1, 8),
     "sigmoid read twice": lambda m, out, gate, rows: (
         out.reshape(-1, 8) * (share := torch.sigmoid(gate)) + share
     ).unsqueeze(1),
@@ -117,7 +126,8 @@ def test_forms_that_are_found(form: str, roll: bool) -> None:
     model = GatedToy(FORMS[form]).double()
     with_gates, without = (toy_compile(model, roll=roll, fuse_gates=fuse) for fuse in (True, False))
     assert counted(with_gates) == (3, 3 if form == "sigmoid read twice" else 0, 0)
-    assert counted(without) == (0, 3, 0)
+    assert counted(without) == (0, 3, 1)
+    assert [one.reason for one in without.gates_left_alone] == ["fusing is off (fuse_gates=False)"]
     assert torch.equal(logits(with_gates), logits(without))
     assert (with_gates.roll is None) == (without.roll is None) == (not roll)
     assert [site.gated for site in with_gates.sites] == [True] * 3
@@ -148,10 +158,8 @@ def test_a_gate_that_is_a_product_with_another_gate() -> None:
     torch.manual_seed(0)
     model = ChainedToy().double()
     with_gates, without = (toy_compile(model, roll=False, fuse_gates=fuse) for fuse in (True, False))
-    assert counted(without) == (0, 3, 0)
-    taken, sigmoids, left_alone = counted(with_gates)
-    assert (taken, sigmoids) in ((3, 0), (0, 3))
-    assert left_alone == (taken == 0)
+    assert counted(without) == (0, 3, 1)
+    assert counted(with_gates) == (3, 0, 0)
     assert torch.equal(logits(with_gates), logits(without))
 
 
@@ -196,7 +204,7 @@ NEGATIVE: dict[str, tuple[Form, str]] = {
     ),
     "computed behind": (
         lambda m, out, gate, rows: (out.reshape(-1, 8) * m.late(rows).sigmoid()).unsqueeze(1),
-        "the gate is computed behind the attention call",
+        "the gate is computed behind the attention call, by linear",
     ),
     "computed from attention": (
         lambda m, out, gate, rows: (
@@ -206,21 +214,83 @@ NEGATIVE: dict[str, tuple[Form, str]] = {
     ),
     "a gate per head": (
         lambda m, out, gate, rows: (out * gate[:, :HEADS, None].sigmoid()).reshape(-1, 1, 8),
-        "the gate is one number for several elements",
+        BROADCAST,
     ),
     "a gate for all rows": (
         lambda m, out, gate, rows: (out.reshape(-1, 8) * m.late.weight[0].sigmoid()).unsqueeze(1),
-        "the gate is one number for several elements",
+        BROADCAST,
     ),
     "other order": (
         lambda m, out, gate, rows: (out.transpose(1, 2) * gate.view(-1, HEAD_DIM, HEADS).sigmoid()).reshape(
             -1, 1, 8
         ),
-        "the product has its elements in another order than attention",
+        ORDER,
     ),
     "in a wider dtype": (
         lambda m, out, gate, rows: (out.reshape(-1, 8) * gate.double().sigmoid()).float().unsqueeze(1),
-        "the gate or its product is not in torch.float32, as what attention returns is",
+        DTYPE,
+    ),
+    "all of it in a wider dtype": (
+        lambda m, out, gate, rows: (
+            (out.reshape(-1, 8).double() * gate.double().sigmoid()).to(out.dtype).unsqueeze(1)
+        ),
+        DTYPE,
+    ),
+    "its sigmoid in a wider dtype": (
+        lambda m, out, gate, rows: (out.reshape(-1, 8) * gate.double().sigmoid().to(out.dtype)).unsqueeze(1),
+        DTYPE,
+    ),
+    "other order by permute": (
+        lambda m, out, gate, rows: (out.permute(0, 2, 1).reshape(-1, 8) * gate.sigmoid()).unsqueeze(1),
+        ORDER,
+    ),
+    "rows transposed": (
+        lambda m, out, gate, rows: (out.reshape(-1, 8).t() * gate.sigmoid().t()).t().unsqueeze(1),
+        ORDER,
+    ),
+    "a gate in another order": (
+        lambda m, out, gate, rows: (
+            out.reshape(-1, 8) * gate.view(-1, HEAD_DIM, HEADS).transpose(1, 2).reshape(-1, 8).sigmoid()
+        ).unsqueeze(1),
+        ORDER,
+    ),
+    "a gate per head, expanded": (
+        lambda m, out, gate, rows: (out * gate[:, :HEADS, None].sigmoid().expand_as(out)).reshape(-1, 1, 8),
+        BROADCAST,
+    ),
+    "a gate per head, expanded before its sigmoid": (
+        lambda m, out, gate, rows: (out * gate[:, :HEADS, None].expand(-1, -1, HEAD_DIM).sigmoid()).reshape(
+            -1, 1, 8
+        ),
+        BROADCAST,
+    ),
+    "one head": (
+        lambda m, out, gate, rows: torch.cat(
+            [out[:, :1] * heads(gate)[:, :1].sigmoid(), out[:, 1:]], dim=1
+        ).reshape(-1, 1, 8),
+        PART,
+    ),
+    "the sigmoid of more": (
+        lambda m, out, gate, rows: (
+            out.reshape(-1, 8) * torch.cat([gate, gate], dim=1).sigmoid()[:, :8]
+        ).unsqueeze(1),
+        PART,
+    ),
+    "twice the sigmoid": (
+        lambda m, out, gate, rows: (out.reshape(-1, 8) * (2 * gate.sigmoid())).unsqueeze(1),
+        NUMBER,
+    ),
+    "twice attention": (
+        lambda m, out, gate, rows: ((2 * out.reshape(-1, 8)) * gate.sigmoid()).unsqueeze(1),
+        NUMBER,
+    ),
+    "negated": (
+        lambda m, out, gate, rows: (out.reshape(-1, 8) * (-gate).sigmoid()).unsqueeze(1),
+        "the gate is computed behind the attention call, by neg",
+    ),
+    "a sigmoid of a sigmoid": (
+        lambda m, out, gate, rows: (out.reshape(-1, 8) * gate.sigmoid().sigmoid()).unsqueeze(1),
+        "the gate is computed behind the attention call, by sigmoid",
     ),
 }
 
@@ -230,7 +300,8 @@ def test_what_is_left_alone_says_why(form: str) -> None:
     make, reason = NEGATIVE[form]
     compilation = toy_compile(GatedToy(make))
     assert [one.reason for one in compilation.gates_left_alone] == [reason]
-    assert counted(compilation) == (0, 3, 1)
+    sigmoids = 6 if form == "a sigmoid of a sigmoid" else 3
+    assert counted(compilation) == (0, sigmoids, 1)
     assert compilation.roll is not None
     assert not any(site.gated for site in compilation.sites)
 
@@ -259,8 +330,9 @@ def test_a_gate_that_would_have_to_be_copied_is_left_alone() -> None:
         lambda m, out, gate, rows: (out.reshape(-1, 8) + torch.sigmoid(gate)).unsqueeze(1),
         lambda m, out, gate, rows: (out.reshape(-1, 8).neg() * torch.sigmoid(gate)).unsqueeze(1),
         lambda m, out, gate, rows: (flat := out.reshape(-1, 8)).mul(flat).unsqueeze(1),
+        lambda m, out, gate, rows: torch.addcmul(rows, out.reshape(-1, 8), gate.sigmoid()).unsqueeze(1),
     ],
-    ids=["no sigmoid", "no product", "something between", "a square"],
+    ids=["no sigmoid", "no product", "something between", "a square", "in other words"],
 )
 def test_what_is_no_gate_is_not_listed(form: Form) -> None:
     compilation = toy_compile(GatedToy(form))
@@ -315,6 +387,60 @@ def test_nothing_is_moved_past_a_write() -> None:
     assert why_not(marker, gated).startswith(
         "something is written between the attention call and its product"
     )
+
+
+class WrittenToy(GatedToy):
+    """Its gate is written to between its sigmoid and the attention call, as `write` does it."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        class Attention(GatedAttention):
+            def forward(self, x: Tensor, gated: bool = True) -> Tensor:
+                *qkv, gate = self.qkv(x[:, 0]).split(8, dim=-1)
+                share = write(gate)
+                q, k, v = (heads(part) for part in qkv)
+                out = torch.ops.sparse_compile.site(q, k, v, scale=0.5, window=0, softcap=0.0)
+                return (out.reshape(-1, 8) * share).unsqueeze(1)
+
+        super().__init__(hrm)
+        self.layers = nn.ModuleList([Attention(hrm)])
+
+
+def written_after_its_sigmoid(gate: Tensor) -> Tensor:
+    gate = gate.clone()
+    share = torch.sigmoid(gate)
+    gate.add_(1.0)
+    return share
+
+
+def written_after_its_copy(gate: Tensor) -> Tensor:
+    copied = gate.clone().view(-1, 1, 8)
+    share = torch.sigmoid(copied)
+    copied[:, 0].add_(1.0)
+    return share[:, 0]
+
+
+def written_before(gate: Tensor) -> Tensor:
+    return torch.sigmoid(gate.clone().add_(1.0))
+
+
+@pytest.mark.parametrize("write", [written_after_its_sigmoid, written_after_its_copy])
+def test_a_gate_that_is_written_ahead_of_the_attention_call_is_left_alone(write: Any) -> None:
+    torch.manual_seed(0)
+    model = WrittenToy(write).double()
+    with_gates, without = (toy_compile(model, fuse_gates=fuse) for fuse in (True, False))
+    assert torch.equal(logits(with_gates), logits(without))
+    assert counted(with_gates) == (0, 3, 1)
+    assert with_gates.gates_left_alone[0].reason == (
+        "something is written between the gate's sigmoid and the attention call"
+    )
+
+
+def test_what_is_written_before_its_sigmoid_is_a_gate() -> None:
+    torch.manual_seed(0)
+    model = WrittenToy(written_before).double()
+    with_gates, without = (toy_compile(model, fuse_gates=fuse) for fuse in (True, False))
+    assert torch.equal(logits(with_gates), logits(without))
+    assert counted(with_gates) == (3, 0, 0)
 
 
 # --- promises and grammar
@@ -426,11 +552,16 @@ def test_prompts_that_attend_through_pytorchs_kernels_have_their_gates() -> None
 
 def test_report() -> None:
     report, dory = compiled(merge_linears=True).report(), compiled("dory", validate=False).report()
+    off = compiled(fuse_gates=False, validate=False).report()
     assert (report.gated, report.gates_left_alone) == (18, ())
     value = dory.to_dict()
     assert value["gated_attention"] == 0
     assert [one["layer"] for one in value["gates_left_alone"]] == [row.layer for row in dory.layers]
+    assert [row.gated for row in report.layers] == [True] * len(report.layers)
     assert "gates: 18 attention calls apply the gate of their output" in shown(report)
+    assert [one[0] for one in off.gates_left_alone] == [row.layer for row in off.layers]
+    assert "more: fusing is off (fuse_gates=False)" in shown(off)
+    assert not any(row.gated for row in (*off.layers, *dory.layers))
     assert "gates left alone: model.layers.0.self_attn and 3 more: the gate is computed behind" in shown(dory)
 
 

@@ -14,7 +14,7 @@ import torch
 from kernel_cases import BOTH, GARBAGE, SITE, Case, Shape, arguments, bits, build, call, next_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparse_compile.kernels import checks, ops
+from sparse_compile.kernels import checks, dispatch, ops
 
 ATTENTION = ("dense", "capture", "consume", "mixed")
 SMALL = Shape(((5, 2), (11, 1)), padding=1)
@@ -245,9 +245,9 @@ def test_what_does_not_fit_is_refused_by_name(op: str, name: str, value: Any, me
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda t: t[..., :4], r"gate must be \[4, 4, 8\], as q, got \[4, 4, 4\]"),
-        (lambda t: t[1:], r"gate must be \[4, 4, 8\], as q, got \[3, 4, 8\]"),
-        (lambda t: t.float(), "gate is torch.float32 but q is torch.float64; they must agree"),
+        (lambda t: t[..., :4], r"gate must be \[4, 4, 8\], as q, got \[4, 4, 4\]; expand it to q's shape"),
+        (lambda t: t[1:], r"gate must be \[4, 4, 8\], as q, got \[3, 4, 8\]; expand it to q's shape"),
+        (lambda t: t.float(), r"gate is torch.float32 but q is torch.float64; pass gate.to\(q.dtype\)"),
     ],
 )
 def test_a_gate_that_does_not_fit_is_refused(op: str, value: Any, message: str) -> None:
@@ -259,11 +259,20 @@ def test_a_gate_that_does_not_fit_is_refused(op: str, value: Any, message: str) 
     assert all(torch.equal(before[name], now) for name, now in bits(case.pool).items())
 
 
+@pytest.mark.parametrize("op", ATTENTION)
+def test_tensors_too_many_or_too_few_are_refused(op: str) -> None:
+    args, kwargs = arguments(captured(replace(SMALL, gated=True)), op, "reference")
+    kwargs.pop("query_rows", None)
+    for wrong in ((*args, args[-1]), args[:-2]):
+        with pytest.raises(ValueError, match="zip"):
+            getattr(dispatch, op)(*wrong, **kwargs)
+
+
 def test_a_gate_on_another_device_is_refused() -> None:
     case = captured(replace(SMALL, gated=True))
     assert case.gate is not None
     elsewhere = replace(case.attention, gate=case.gate.to("meta"))
-    with pytest.raises(ValueError, match="gate is on meta but q is on cpu"):
+    with pytest.raises(ValueError, match="gate is on meta but q is on cpu; move it to q's device"):
         checks.check_attention(elsewhere, case.k, case.v)
 
 

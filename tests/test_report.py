@@ -75,6 +75,7 @@ def test_json_shape() -> None:
         "window": 0,
         "key_retention": 0.25,
         "fraction": "1/4",
+        "gated": False,
     }
     assert value["counts"] == {"dense": 2, "capture": 2, "consume": 4}
     assert set(value["reads"][0]) == {"context", "dense_bytes", "sparse_bytes", "ratio"}
@@ -131,6 +132,25 @@ def test_merged_layers_and_those_left_alone() -> None:
     assert value["merged_held_twice"] == 2 << 20
     assert value["left_alone_linears"][1] == {"weights": ["d.q.weight"], "reason": "they differ in dtype"}
     assert "linear layers" not in text_of(report_of(fake_program()))
+
+
+def test_layers_that_take_their_gate_along() -> None:
+    sites = [
+        fake_site(f"model.layers.{layer}.attn", loop, 2, "dense", gated=layer < 2)
+        for loop in range(2)
+        for layer in range(4)
+    ]
+    left = tuple(SimpleNamespace(layer=f"model.layers.{at}.attn", reason="it is late") for at in (2, 3))
+    report = report_of(fake_program(sites, gates_left_alone=left))
+    value = json.loads(json.dumps(report.to_dict()))
+    assert [row["gated"] for row in value["layers"]] == [True, True, False, False]
+    assert value["gated_attention"] == 4
+    lines = text_of(report).splitlines()
+    rows = [next(line for line in lines if f"model.layers.{run}.attn" in line) for run in ("0..1", "2..3")]
+    assert [[cell.strip() for cell in row.split("│")[4:5]] for row in rows] == [["yes"], ["no"]]
+    assert "gates: 4 attention calls apply the gate of their output" in lines
+    assert "gates left alone: model.layers.2.attn and 1 more: it is late" in lines
+    assert "gated" not in text_of(report_of(fake_program()))
 
 
 def test_memory_of_the_engine() -> None:
