@@ -28,6 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """Shared models (`shared_models`) are exported once, however many tests compile them."""
+    from shared_models import traced_once
+
+    with traced_once():
+        yield
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Nothing is left of what other tests compiled with torch.compile and reported, nor for those that follow."""
