@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def shared_traces() -> Iterator[None]:
-    """Shared models (`shared_models`) are exported once, however many tests compile them."""
+    """Models are exported once, however many tests compile them; see `shared_models`."""
     from shared_models import traced_once
 
     with traced_once():
