@@ -6,6 +6,7 @@ Where there is none, Triton kernels run in Triton's interpreter; the switch must
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,13 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.language" in sys.modules:
+        from interpreter import shorten
+
+        shorten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
