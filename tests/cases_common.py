@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
+from shared_models import shared_model, traced_once
 
 from sparse_compile import sparse_compile
-from sparse_compile.models import tiny_model
 
 
 def prompts(*lengths: int, seed: int = 1, vocabulary: int = 270) -> list[list[int]]:
@@ -32,4 +32,5 @@ def new_tokens(model: Any, rows: list[list[int]], new: int, **options: Any) -> l
 @functools.cache
 def compiled_ouro() -> Any:
     """A tiny Ouro in float64 with retention 0.3; tests look at what it gives, not at how often it was used."""
-    return sparse_compile(tiny_model("ouro", dtype=torch.float64), key_retention=0.3, prefill_chunk=4)
+    with traced_once():
+        return sparse_compile(shared_model("ouro", torch.float64), key_retention=0.3, prefill_chunk=4)

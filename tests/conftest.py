@@ -6,6 +6,7 @@ Where there is none, Triton kernels run in Triton's interpreter; the switch must
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,12 +21,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_finish() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.language" in sys.modules:
+        from interpreter import shorten
+
+        shorten()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """Models are exported once, however many tests compile them; see `shared_models`."""
+    from shared_models import traced_once
+
+    with traced_once():
+        yield
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from cases_common import prompts
 from oracle import SparseOracle
+from shared_models import shared_model, traced_once
 
 from sparse_compile import SpeculationConfig, sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.request import SamplingParams, StepOutput
@@ -23,13 +23,14 @@ MODES = ("none", "resident", "offloaded", "converted")
 
 @functools.cache
 def compiled(name: str, retention: float) -> Any:
-    return sparse_compile(
-        tiny_model(name, dtype=torch.float32),
-        key_retention=retention,
-        prefill_chunk=4,
-        page_size=4,
-        validate=False,
-    )
+    with traced_once():
+        return sparse_compile(
+            shared_model(name, torch.float32),
+            key_retention=retention,
+            prefill_chunk=4,
+            page_size=4,
+            validate=False,
+        )
 
 
 def make_engine(

@@ -8,15 +8,17 @@ import pytest
 import torch
 from cases_common import new_tokens, prompts
 from oracle import SparseOracle
+from shared_models import shared_model
 
 from sparse_compile import ArgumentError, Engine, SamplingParams, sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.runtime.request import StepOutput
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return tiny_model("ouro", dtype=torch.float64)
+    return shared_model("ouro", torch.float64)
 
 
 def compiled(model: torch.nn.Module, **options: object) -> Any:

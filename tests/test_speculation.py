@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from runtime_fakes import PROMPTS, generate, greedy, make_engine, only, oracle, run_all, tokens_of
+from shared_models import shared_model, traced_once
 from test_engine_models import NEW, compiled, disturb, plain_tokens, run
 from test_engine_models import PROMPTS as MODEL_PROMPTS
 from test_engine_models import make_engine as make_model_engine
 
 from sparse_compile import sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.runtime.choices import Choices
 from sparse_compile.runtime.engine import Engine
+from sparse_compile.runtime.metrics import EngineMetrics
 from sparse_compile.runtime.options import Drafting, EngineOptions
 from sparse_compile.runtime.plan import RowPlan
 from sparse_compile.runtime.request import SamplingParams, StepOutput
@@ -59,11 +61,21 @@ def script(engine: Engine, answers: dict[str, list[int]], wrong: Callable[[int],
 @functools.cache
 def precise(name: str) -> tuple[Any, list[list[int]]]:
     """A model in float64 at retention 0.3, and its tokens."""
-    model = sparse_compile(
-        tiny_model(name, dtype=torch.float64), key_retention=0.3, page_size=4, prefill_chunk=4, validate=False
-    )
+    model = compiled_double(name, 0.3)
     outputs = model_outputs(make_model_engine(model))
     return model, [tokens_of(outputs[str(n)]) for n in range(3)]
+
+
+def compiled_double(name: str, retention: float) -> Any:
+    """What `compiled` makes, in float64."""
+    with traced_once():
+        return sparse_compile(
+            shared_model(name, torch.float64),
+            key_retention=retention,
+            page_size=4,
+            prefill_chunk=4,
+            validate=False,
+        )
 
 
 def model_outputs(engine: Engine, new: int = NEW) -> dict[str, list[StepOutput]]:
@@ -83,39 +95,54 @@ def model_outputs(engine: Engine, new: int = NEW) -> dict[str, list[StepOutput]]
 @pytest.mark.parametrize("retention", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["ouro", "dory"])
 def test_blocks_give_the_tokens_of_ordinary_decoding(name: str, retention: float, loops: int) -> None:
-    """Random weights: most drafts are wrong. With all loops drafting, every draft is right."""
+    """Random weights: most drafts are wrong. With all loops drafting, every draft is right. Rounds that are submitted
+    before those ahead of them are read have the same numbers too.
+    """
     model = compiled(name, retention)
     loops = model.program.roll.repeats if loops == -1 else loops
     for rows in (1, 2, 4, 7):
-        engine = make_model_engine(model, drafting=Drafting(loops, rows))
-        outputs = model_outputs(engine)
-        assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
-        look = engine.metrics()
+        look = metrics_of_both(name, retention, Drafting(loops, rows))
         assert look.round_tokens == 3 * (NEW - 1) == look.accepted_tokens + look.rounds
         if loops == model.program.roll.repeats:
             assert look.accepted_tokens == look.drafted_tokens
             assert look.rounds == 3 * -(-(NEW - 1) // rows)
         elif rows > 1:
             assert look.accepted_tokens < look.drafted_tokens
+
+
+def metrics_of_both(name: str, retention: float, drafting: Drafting) -> EngineMetrics:
+    """Of requests that arrive while others run: synchronously and asynchronously, the tokens of ordinary decoding."""
+    looks, model = [], compiled(name, retention)
+    for async_steps in (False, True):
+        engine = make_model_engine(model, drafting=drafting, async_steps=async_steps)
+        outputs = model_outputs(engine)
+        assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
         assert engine.pool.held_pages == 0
+        looks.append((numbers(engine, "012"), engine.metrics()))
+    assert looks[0][0] == looks[1][0]
+    return looks[0][1]
+
+
+def numbers(engine: Engine, names: str) -> list[dict[str, Any]]:
+    """The metrics of requests, without times."""
+    return [
+        {key: value for key, value in asdict(engine.metrics(name)).items() if not key.endswith("_s")}
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("loops", [1, 2, -1])
 @pytest.mark.parametrize("retention", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["ouro", "dory"])
 def test_pipelines_give_the_tokens_of_ordinary_decoding(name: str, retention: float, loops: int) -> None:
-    model = compiled(name, retention)
-    engine = make_model_engine(model, drafting=pipeline(model, loops))
-    outputs = model_outputs(engine)
-    assert [tokens_of(outputs[str(n)]) for n in range(3)] == plain_tokens(name, retention)
-    look = engine.metrics()
+    look = metrics_of_both(name, retention, pipeline(compiled(name, retention), loops))
     assert look.round_tokens == 3 * (NEW - 1)
     assert (look.drafted_tokens > 0) == (loops != -1)
-    assert engine.pool.held_pages == 0
 
 
 def test_a_model_with_gates_drafts_and_verifies_in_the_same_way() -> None:
-    test_blocks_give_the_tokens_of_ordinary_decoding("hrm-text", 0.3, 1)
+    block = metrics_of_both("hrm-text", 0.3, Drafting(1, 4))
+    assert 3 * (NEW - 1) == block.accepted_tokens + block.rounds
     test_pipelines_give_the_tokens_of_ordinary_decoding("hrm-text", 0.3, 1)
 
 
