@@ -55,6 +55,8 @@ def shorten() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_get_np_dtype")):
+        return  # another version of Triton: it takes longer
     if not isinstance(interpreter._patch_lang, _PatchedOnce):
         interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang, (tl, tl.core))
         interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype, tl.block_type)

@@ -142,7 +142,7 @@ def test_pipelines_give_the_tokens_of_ordinary_decoding(name: str, retention: fl
 
 def test_a_model_with_gates_drafts_and_verifies_in_the_same_way() -> None:
     block = metrics_of_both("hrm-text", 0.3, Drafting(1, 4))
-    assert 3 * (NEW - 1) == block.accepted_tokens + block.rounds
+    assert block.accepted_tokens + block.rounds == 3 * (NEW - 1)
     test_pipelines_give_the_tokens_of_ordinary_decoding("hrm-text", 0.3, 1)
 
 
