@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -28,11 +29,18 @@ def pytest_collection_finish() -> None:
         shorten()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Takes from pytest-xdist what it does by itself: a module of one slow test would run last, on one core."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    """Modules with slow tests first, then those of many tests: small ones at the end keep all cores busy."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path]))
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -34,35 +35,62 @@ def _made(name: str, dtype: torch.dtype, seed: int, fields: tuple[tuple[str, Any
     return model
 
 
+def fresh_model(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any
+) -> PreTrainedModel:
+    """What `tiny_model` makes of these, for a test that changes it. As long as nobody has, it is traced as the shared
+    model of its kind is, whose graph is the same but for the weights.
+    """
+    model = tiny_model(name, dtype, seed, **fields)
+    _TRACES.twins[model] = ModelState(model), shared_model(name, dtype, **fields)
+    return model
+
+
+def copied(traced: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with the same weights, for passes that change it."""
+    return lazy_module(traced, copy.deepcopy(traced.graph), "Rows")
+
+
+def with_weights_of(model: nn.Module, traced: fx.GraphModule) -> fx.GraphModule:
+    names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+    weights = {name: attrgetter(name)(traced if name.startswith("constants.") else model) for name in names}
+    return lazy_module(weights, traced.graph, "Rows")
+
+
+def is_unchanged(state: ModelState) -> bool:
+    """By the rules that compiled models check before each call."""
+    try:
+        state.check()
+    except StaleModelError:
+        return False
+    return True
+
+
 class Traces:
-    """Stands in for `trace`: who compiles a model again begins with a copy of its graph, unless the model has changed,
-    by the rules that compiled models check before each call.
+    """Stands in for `trace`: who compiles a model again, as it was, begins with a copy of its graph.
 
     shared: models whose traces are kept for all modules of tests.
+    twins: how models of one's own were made, and the shared ones of their kind.
     """
 
     def __init__(self) -> None:
         self.shared: set[nn.Module] = set()
+        self.twins: dict[nn.Module, tuple[ModelState, nn.Module]] = {}
         self._trace = pipeline.trace
         self._kept: dict[nn.Module, tuple[ModelState, fx.GraphModule]] = {}
 
     def __call__(self, model: nn.Module) -> fx.GraphModule:
-        if model not in self._kept or self._changed(model):
+        if model in self.twins and is_unchanged(self.twins[model][0]):
+            return with_weights_of(model, self(self.twins[model][1]))
+        if model not in self._kept or not is_unchanged(self._kept[model][0]):
+            assert model not in self.shared or model not in self._kept, "a test has changed a shared model"
             traced = self._trace(model)
             self._kept[model] = ModelState(model), traced
-        traced = self._kept[model][1]
-        return lazy_module(traced, copy.deepcopy(traced.graph), "Rows")
-
-    def _changed(self, model: nn.Module) -> bool:
-        try:
-            self._kept[model][0].check()
-        except StaleModelError:
-            assert model not in self.shared, "a test has changed a model that others use"
-            return True
-        return False
+        return copied(self._kept[model][1])
 
     def forget(self) -> None:
         """Drops all but those of shared models."""
+        self.twins.clear()
         self._kept = {model: kept for model, kept in self._kept.items() if model in self.shared}
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared_models import fresh_model
 
 from benchmarks import breakdown, decode, serving, speculation
 from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
@@ -17,6 +20,17 @@ from sparse_compile.models import tiny_model
 from sparse_compile.models.branches import Branches
 from sparse_compile.runtime.graphs import GraphExecutor
 from sparse_compile.runtime.sampler import Drawn
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    """Models of one kind are exported once, and one step is enough to see where its time goes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.models.tiny_model", fresh_model)
+        patch.setattr(breakdown, "kernel_classes", partial(breakdown.kernel_classes, steps=1))
+        yield
 
 
 @pytest.fixture(scope="module")

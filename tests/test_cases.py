@@ -71,6 +71,7 @@ from looped_models import (
 )
 from oracle import SparseOracle
 from safetensors.torch import load_file, save_file
+from shared_models import shared_model
 from transformers import AutoModelForCausalLM
 
 from sparse_compile import cli, sparse_compile
@@ -78,6 +79,8 @@ from sparse_compile.errors import ValidationError
 from sparse_compile.models import TINY_MODELS, check_checkpoint, load_model, tiny_model
 from sparse_compile.models.rotary_check import expected_frequencies
 from sparse_compile.passes.errors import UnsupportedModel
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 def without_cache(model: Any, prompt: list[int], new: int) -> list[int]:
@@ -164,7 +167,7 @@ def test_a1_a_model_that_cannot_generate_is_one_clear_error(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_a2_loaded_through_the_meta_device(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name)
+    model = shared_model(name)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     rotary = {key: buffer for key, buffer in loaded.named_buffers() if key.endswith("inv_freq")}
@@ -207,7 +210,7 @@ def test_a3_two_loads_are_the_file_bit_by_bit(tmp_path: Path, capsys: pytest.Cap
     assert cli.run(["check", str(tmp_path), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["missing"] == report["reinitialised"] == [name]
-    changed = load_model("tiny:ouro")
+    changed = tiny_model("ouro")
     save_file(stored, file, {"format": "pt"})
     with torch.no_grad():
         changed.get_parameter(name).view(-1)[3] += 1
@@ -275,7 +278,7 @@ def test_a6_every_form_of_a_mask_is_one_answer(ouro: Any) -> None:
 def test_a9_inspect_a_model_that_uses_its_cache_by_default(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tiny_model(name).config.use_cache is True
+    assert shared_model(name).config.use_cache is True
     assert cli.run(["inspect", f"tiny:{name}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["rolled"] is True
@@ -288,7 +291,7 @@ def test_a9_inspect_a_model_that_uses_its_cache_by_default(
 
 
 def test_a10_wrapping_and_generating_leave_the_forward_bitwise_alone() -> None:
-    model = tiny_model("dory")
+    model = shared_model("dory")
     inputs = left_padded(prompts(3, 11))
     y0 = model(**inputs).logits
     compiled = sparse_compile(model, key_retention=0.3)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from cases_common import compiled_ouro, left_padded, new_tokens, prompts
 from oracle import SparseOracle
+from shared_models import shared_model
 from transformers import LogitsProcessorList
 
 from sparse_compile import sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.plan import RowPlan, Segment
 from sparse_compile.runtime.request import SamplingParams, StepOutput
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def test_a31_abort_near_the_token_limit(ouro: Any, engine: Engine, steps: int) -
 
 
 def test_a31_closing_a_stream_near_the_token_limit() -> None:
-    compiled = sparse_compile(tiny_model("ouro"), max_context=16, max_batch=2, page_size=4)
+    compiled = sparse_compile(shared_model("ouro"), max_context=16, max_batch=2, page_size=4)
     whole = [item.token_id for item in compiled.stream(prompts(4)[0], max_new_tokens=12)]
     for taken in (11, 12):
         stream = compiled.stream(prompts(4)[0], max_new_tokens=12)
@@ -267,7 +269,7 @@ def test_a34_two_requests_that_each_need_most_of_the_pool(ouro: Any) -> None:
 
 def test_inference_mode_may_come_and_go() -> None:
     """The pools belong to no mode: an engine that is made inside of it serves calls outside of it, and back."""
-    compiled = sparse_compile(tiny_model("ouro"), key_retention=0.3)
+    compiled = sparse_compile(shared_model("ouro"), key_retention=0.3)
     rows = left_padded(prompts(3, 6))
     with torch.inference_mode():
         first = compiled.generate(**rows, max_new_tokens=4)

@@ -13,10 +13,13 @@ import pytest
 import torch
 from cases_common import compiled_ouro, left_padded, new_tokens, prompts
 from oracle import SparseOracle
+from shared_models import shared_model
 from transformers.generation.streamers import BaseStreamer
 
 from sparse_compile import cli, sparse_compile
-from sparse_compile.models import tiny_model, tiny_tokenizer
+from sparse_compile.models import tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def keys_read(compiled: Any, prompt: int, new: int, kept: Callable[[int], int]) 
 
 
 def test_metrics_per_request() -> None:
-    compiled = sparse_compile(tiny_model("dory"), key_retention=0.25)
+    compiled = sparse_compile(shared_model("dory"), key_retention=0.25)
     lengths, new = (3, 12), 7
     out = compiled.generate(
         **left_padded(prompts(*lengths)), max_new_tokens=new, return_dict_in_generate=True
@@ -126,7 +129,7 @@ def test_a_local_path_needs_no_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command line, with the hub switched on and every way to it barred."""
-    tiny_model("ouro").save_pretrained(tmp_path)
+    shared_model("ouro").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     calls: list[object] = []
 

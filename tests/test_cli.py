@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from front_fakes import compiled_llama, tiny_llama
+from shared_models import shared_model
 from typer.testing import CliRunner
 
 from sparse_compile import cli
 from sparse_compile.cli import app, common
-from sparse_compile.models import tiny_model
 from sparse_compile.passes.errors import UnsupportedModel
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 Compiled = dict[str, Any]
 
@@ -81,7 +83,7 @@ def test_inspect_of_the_torch_compile_front_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model as it is loaded, with its default use_cache=True; no wrapper around it."""
-    model = tiny_model("ouro", num_hidden_layers=1, total_ut_steps=3)
+    model = shared_model("ouro", num_hidden_layers=1, total_ut_steps=3)
     monkeypatch.setattr(common, "load", lambda name, dtype, device: model)
     command = ("inspect", "tiny:ouro", "--frontend", "torch-compile")
     code, out, err = run(capsys, *command, "--json", "--graph", "after")
@@ -419,9 +421,8 @@ def test_checking_a_tiny_model_shows_no_bars(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_damaged_files_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from sparse_compile.models import tiny_model
 
-    tiny_model("ouro").save_pretrained(tmp_path)
+    shared_model("ouro").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:20] + b"\xff" + whole[21:], b""):

@@ -22,6 +22,8 @@ from sparse_compile.errors import ArgumentError
 from sparse_compile.progress import WorkProgress
 from sparse_compile.speculation import SpeculationConfig
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 COMMANDS = [command.callback for command in cli.app.registered_commands]
 ARGUMENTS = {one.name for config in (SparseConfig, SpeculationConfig) for one in fields(config)}
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_fakes import PROMPTS as FAKE_PROMPTS
 from runtime_fakes import make_engine
+from shared_models import shared_model
 from test_skinny_pass import E, piece
 from torch import fx
 from torch.nn import functional as F
@@ -29,6 +30,8 @@ from sparse_compile.runtime.request import SamplingParams
 from sparse_compile.selftest import SelfTest, make_prompts
 from sparse_compile.speculation import SpeculationConfig
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 MODES: dict[str, Any] = {
     "ordinary": False,
     "block": SpeculationConfig("block", draft_loops=1, num_draft_tokens=3),
@@ -38,7 +41,7 @@ MODES: dict[str, Any] = {
 
 @functools.cache
 def compiled(name: str = "ouro", dtype: torch.dtype = torch.float32, **options: Any) -> CompiledModel:
-    model = tiny_model(name, dtype=dtype)
+    model = shared_model(name, dtype=dtype)
     return sparse_compile(model, key_retention=0.3, validate=False, progress=False, **options)
 
 
@@ -252,7 +255,7 @@ def test_prompts_run_one_by_one_in_chunks_of_their_own() -> None:
 
 
 def test_what_it_cannot_be_combined_with_is_refused() -> None:
-    model = tiny_model("ouro")
+    model = shared_model("ouro")
     for options, argument in (
         ({"prefix_caching": True}, "prefix_caching"),
         ({"implementation": "batched"}, "implementation"),

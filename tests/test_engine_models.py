@@ -12,6 +12,8 @@ from oracle import SparseOracle
 from shared_models import shared_model, traced_once
 
 from sparse_compile import SpeculationConfig, sparse_compile
+from sparse_compile.passes.pieces import Cutter
+from sparse_compile.runtime import executor
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.options import EngineOptions
 from sparse_compile.runtime.request import SamplingParams, StepOutput
@@ -33,13 +35,21 @@ def compiled(name: str, retention: float) -> Any:
         )
 
 
+@functools.cache
+def cutter_of(model: Any) -> Cutter:
+    """Engines of one model share the pieces that its program is cut into, and their Python code."""
+    return Cutter()
+
+
 def make_engine(
     model: Any, rows: int = 3, context: int = 24, pool_tokens: int | None = None, **options: Any
 ) -> Engine:
     """An engine over poisoned pools, with other options than the model's own."""
     factory, drafting = model._keeper.make_engine, options.get("drafting")
     speculation = SpeculationConfig("block", drafting.loops, drafting.rows) if drafting else None
-    made = factory(rows, context, pool_tokens, speculation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "Cutter", lambda: cutter_of(model))
+        made = factory(rows, context, pool_tokens, speculation)
     settings = {name: getattr(made.options, name) for name in EngineOptions.__dataclass_fields__}
     engine = Engine(made.executor, made.pool, made.store, EngineOptions(**(settings | options)))
     stores = () if engine.store is None else (engine.store.mass, engine.store.o_ref, engine.store.c_ref)

@@ -4,6 +4,7 @@ that are too small. Each request that finishes equals its solo run, nothing gets
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -351,6 +352,7 @@ class Faults:
         return failing
 
 
+@functools.cache
 def asks(model: Any) -> list[Ask]:
     """Every kind of request, with ends that really come."""
     made = []
@@ -363,6 +365,7 @@ def asks(model: Any) -> list[Ask]:
     return made
 
 
+@functools.cache
 def solo(model: Any, ask: Ask, drafting: Drafting | None = None) -> tuple[list[int], str]:
     engine, outputs = make_model_engine(model, rows=1, drafting=drafting), []
     engine.add_request(list(ask.prompt), ask.params())

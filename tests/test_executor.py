@@ -6,11 +6,13 @@ import functools
 
 import pytest
 import torch
+from shared_models import shared_model
 
 from sparse_compile import CompiledModel, sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.runtime.engine import Engine
 from sparse_compile.runtime.plan import Segment
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 PROMPT = list(range(5, 16))
 TOKENS = [7, 31, 2, 19]
@@ -45,7 +47,7 @@ class Sequences:
 
 @functools.cache
 def compiled(name: str) -> CompiledModel:
-    return sparse_compile(tiny_model(name, dtype=torch.float64), key_retention=0.3, page_size=4)
+    return sparse_compile(shared_model(name, dtype=torch.float64), key_retention=0.3, page_size=4)
 
 
 def sequences(name: str, count: int) -> Sequences:
@@ -95,7 +97,7 @@ def test_what_a_row_carries_can_move_to_another_seat() -> None:
 
 
 def test_a_program_that_is_not_rolled_has_no_loop_to_stop_at() -> None:
-    model = tiny_model("ouro")
+    model = shared_model("ouro")
     engine = sparse_compile(model, key_retention=0.3, roll=False)._keeper.make_engine(1, 32)
     assert engine.executor.loops == 1
     batch = Sequences(engine, 1)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import fresh_model
 from torch import nn
 from torch.nn.modules import module as modules
 
 from sparse_compile import SamplingParams, StaleModelError, sparse_compile
 from sparse_compile.freshness import ModelState
 from sparse_compile.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 PROMPT = torch.tensor([[5, 77, 130, 9]])
 
@@ -64,7 +67,7 @@ def swap_data(model: Any) -> None:
     ],
 )
 def test_a_changed_model_is_refused(change: Callable[[Any], None], words: str) -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     compiled = sparse_compile(model, validate=False)
     change(model)
     for call in (
@@ -187,7 +190,7 @@ def test_a_forward_exchanged_in_the_class_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_a_hook_after_compiling_is_refused_and_its_removal_followed() -> None:
-    model = tiny_model("ouro", num_hidden_layers=2, total_ut_steps=3)
+    model = fresh_model("ouro", num_hidden_layers=2, total_ut_steps=3)
     compiled = sparse_compile(model, key_retention=1)
     own = compiled.generate(PROMPT, max_new_tokens=4)
     handle = model.model.layers[1].register_forward_hook(halve)
@@ -241,7 +244,7 @@ def test_a_check_is_short() -> None:
 
 
 def test_new_values_in_the_same_tensors_are_followed() -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     compiled = sparse_compile(model, key_retention=1)
     compiled.generate(PROMPT, max_new_tokens=4)
     model.load_state_dict(tiny_model("ouro", seed=7).state_dict())
@@ -267,7 +270,7 @@ def test_use_of_the_model_is_no_change(name: str) -> None:
 
 
 def test_adapters_dropout_and_training_mode_are_compiled() -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     adapt(model)
     own = model.eval().generate(PROMPT, max_new_tokens=12, do_sample=False)
     model.train()
@@ -296,7 +299,7 @@ def tokens_of(engine: Any, prompt: list[int]) -> list[int]:
 def test_an_engine_of_a_model_that_was_changed_takes_no_request(
     change: Callable[[Any], None], words: str
 ) -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     engine = sparse_compile(model, validate=False).serve(2, 32)
     tokens_of(engine, [5, 77])
     change(model)
@@ -319,7 +322,7 @@ def take_a_step(model: Any) -> None:
 def test_cached_pages_do_not_outlive_the_weights_that_they_were_computed_with(
     change: Callable[[Any], None],
 ) -> None:
-    model, prompt = tiny_model("ouro", dtype=torch.float64), list(range(5, 25))
+    model, prompt = fresh_model("ouro", dtype=torch.float64), list(range(5, 25))
     options = {"key_retention": 0.3, "validate": False, "page_size": 4, "progress": False}
     cached = sparse_compile(model, prefix_caching=True, **options)
     engine = cached.serve(1, 32)

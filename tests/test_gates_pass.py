@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from shared_models import fresh_model, shared_model
 from test_passes import check_golden, text_of
 from torch import Tensor, fx, nn
 from toy import HEAD_DIM, HEADS, Toy, ToyAttention, toy_compile, toy_graph
@@ -30,6 +31,8 @@ from sparse_compile.passes.program import Stage
 from sparse_compile.passes.skinny import use_skinny
 from sparse_compile.runtime.compiler import PieceCompiler
 from sparse_compile.runtime.plan import Segment
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 Form = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(attention module, what attention returns [T, 2, 4], the gate [T, 8], rows [T, 8]) -> [T, 1, 8]"""
@@ -119,12 +122,16 @@ def counted(compilation: Compilation) -> tuple[int, int, int]:
     return sum(len(node.args) == 4 for node in markers), sigmoids, len(compilation.gates_left_alone)
 
 
-@pytest.mark.parametrize("roll", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_that_are_found(form: str, roll: bool) -> None:
+def test_forms_that_are_found(form: str) -> None:
     torch.manual_seed(0)
-    model = GatedToy(FORMS[form]).double()
-    with_gates, without = (toy_compile(model, roll=roll, fuse_gates=fuse) for fuse in (True, False))
+    graph = toy_graph(GatedToy(FORMS[form]).double())
+    for roll in (True, False):
+        found = [toy_compile(graph, roll=roll, fuse_gates=fuse) for fuse in (True, False)]
+        check_form(form, roll, *found)
+
+
+def check_form(form: str, roll: bool, with_gates: Compilation, without: Compilation) -> None:
     assert counted(with_gates) == (3, 3 if form == "sigmoid read twice" else 0, 0)
     assert counted(without) == (0, 3, 1)
     assert [one.reason for one in without.gates_left_alone] == ["fusing is off (fuse_gates=False)"]
@@ -497,7 +504,8 @@ def test_a_marker_without_the_gate_of_its_site_breaks_the_promise() -> None:
 @cache
 def compiled(name: str = "hrm-text", dtype: torch.dtype = torch.float64, **options: Any) -> CompiledModel:
     """Validated while it is compiled, within the limits of every model."""
-    return sparse_compile(tiny_model(name, dtype=dtype), key_retention=0.3, progress=False, **options)
+    make = fresh_model if options.get("merge_linears") else shared_model  # joined weights move
+    return sparse_compile(make(name, dtype), key_retention=0.3, progress=False, **options)
 
 
 @pytest.mark.parametrize("options", [{"roll": False}, {"merge_linears": True}])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import shared_model
 
 from sparse_compile import Engine, SamplingParams, SpeculationConfig, StepOutput, sparse_compile
 from sparse_compile.models import tiny_model
@@ -14,6 +15,8 @@ from sparse_compile.runtime.graphs import BucketKey, GraphExecutor
 from sparse_compile.runtime.options import Drafting
 from sparse_compile.runtime.plan import PlanBuilder, RowPlan, Segment
 from sparse_compile.runtime.seats import SeatTable
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 LENGTHS = (3, 17, 40)
 
@@ -49,7 +52,7 @@ def test_a_warm_up_knows_every_bucket_of_a_run(
         "dense_below": 9,
         "loops_per_step": loops,
     }
-    model = sparse_compile(tiny_model("ouro"), key_retention=0.3, validate=False, page_size=4, **options)
+    model = sparse_compile(shared_model("ouro"), key_retention=0.3, validate=False, page_size=4, **options)
     engine = model.serve(3, 32)
     graphs, met = GraphExecutor(engine.executor, page_size=4, rows=(1, 2, 4)), set()
     run = engine.executor.decode
@@ -95,7 +98,7 @@ def test_a17_buckets_that_are_refilled_give_what_their_rows_give(
     monkeypatch.setattr(GraphExecutor, "_captured", captured)
     options = {"key_retention": 0.3, "page_size": 4, "dense_below": 9, "loops_per_step": loops}
     model = sparse_compile(
-        tiny_model("ouro", dtype=torch.float64), validate=False, async_steps=True, **options
+        shared_model("ouro", dtype=torch.float64), validate=False, async_steps=True, **options
     )
     turns = [((3, 5, 2, 4), (4, 9, 9, 2)), ((40, 31, 50), (3, 4, 4)), ((2, 3, 7), (9, 3, 6))]
     found: list[dict[str, list[StepOutput]]] = []

@@ -145,11 +145,7 @@ print(json.dumps({"seconds": time.perf_counter() - start, "torch": "torch" in sy
     assert run_fresh(code)["seconds"] < 3
 
 
-@pytest.mark.parametrize(
-    "name", ["sparse_compile.models", *(f"sparse_compile.{room}" for room in LOWER_ROOMS)]
-)
-def test_every_room_imports_without_triton(name: str) -> None:
-    code = (
-        f"import importlib, json; print(json.dumps({{'name': importlib.import_module({name!r}).__name__}}))"
-    )
-    assert run_fresh(code) == {"name": name}
+def test_models_import_without_triton() -> None:
+    """The lower rooms do too: they are loaded without it above."""
+    code = "import json, sparse_compile.models as models; print(json.dumps({'name': models.__name__}))"
+    assert run_fresh(code) == {"name": "sparse_compile.models"}

@@ -24,6 +24,8 @@ from sparse_compile.compiled import CompiledModel
 from sparse_compile.config import SparseConfig
 from sparse_compile.models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SHAPES = int(os.environ.get("SPARSE_COMPILE_LAW_SHAPES", 6))
 HEADS = ((2, 2), (4, 4), (3, 1), (4, 2), (5, 1), (6, 2))  # (query heads, KV heads)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import shared_model
 
 from sparse_compile import ArgumentError, sparse_compile
-from sparse_compile.models import tiny_model, tiny_tokenizer
+from sparse_compile.models import tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval: pip install 'sparse-compile[eval]'")
 
@@ -20,7 +23,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("ouro", dtype=torch.float64)
+    return shared_model("ouro", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from shared_models import fresh_model
 from test_freshness import adapt
 from test_passes import check_golden
 from torch import nn
@@ -32,6 +33,8 @@ from sparse_compile.passes.pipeline import build_program
 from sparse_compile.passes.program import Program
 from sparse_compile.passes.weights import join, lie_in_a_row, named_tensors
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 LINEAR = torch.ops.aten.linear.default
 PROMPT = torch.tensor([[5, 77, 130, 9, 33, 41]])
 MODELS = ("ouro", "dory", "hrm-text")
@@ -44,7 +47,7 @@ def merged_program(model: Any) -> Program:
 @cache
 def merged(name: str) -> tuple[Any, Program]:
     """A tiny model whose weights were joined, and its program; not to be changed."""
-    model = tiny_model(name)
+    model = fresh_model(name)
     return model, merged_program(model)
 
 
@@ -388,7 +391,7 @@ def test_the_model_keeps_names_values_bits_and_memory(name: str) -> None:
 
 
 def test_saving_loading_and_copying(tmp_path: Path) -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merged_program(model)
     model.save_pretrained(tmp_path / "hub")
@@ -411,7 +414,7 @@ def test_saving_loading_and_copying(tmp_path: Path) -> None:
 
 
 def test_gradients_reach_the_moved_parameters() -> None:
-    model, plain = tiny_model("ouro"), tiny_model("ouro")
+    model, plain = fresh_model("ouro"), tiny_model("ouro")
     merged_program(model)
     for one in (model, plain):
         one(input_ids=PROMPT).logits.square().mean().backward()
@@ -426,7 +429,7 @@ def test_gradients_reach_the_moved_parameters() -> None:
 def test_tokens_are_unchanged(name: str) -> None:
     prompts = torch.randint(3, 272, (3, 12), generator=torch.Generator().manual_seed(1))
     outputs = [
-        sparse_compile(tiny_model(name), key_retention=0.3, merge_linears=merge, validate=merge).generate(
+        sparse_compile(fresh_model(name), key_retention=0.3, merge_linears=merge, validate=merge).generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16
         )
         for merge in (False, True)
@@ -449,7 +452,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_model() -> None:
 
 
 def compiled_ouro() -> tuple[Any, Any]:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     return model, sparse_compile(model, key_retention=1, merge_linears=True, validate=False)
 
 
@@ -505,7 +508,7 @@ def test_two_compilations_share_the_joined_weights() -> None:
 
 
 def test_compiling_in_inference_mode_leaves_ordinary_parameters() -> None:
-    model = tiny_model("ouro")
+    model = fresh_model("ouro")
     with torch.inference_mode():
         sparse_compile(model, merge_linears=True)
     assert not any(parameter.is_inference() for parameter in model.parameters())

@@ -7,6 +7,8 @@ import warnings
 import pytest
 from model_matrix import ENTRIES, HEAD, PAGE, Entry, rows
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import shared_model
 from torch import fx
 from toy import Toy, toy_compile
 
 from sparse_compile import sparse_compile
-from sparse_compile.models import tiny_model
 from sparse_compile.passes.inductor import early_start, one_pass_reductions, reads_nothing_maybe
 from sparse_compile.passes.pieces import Cutter, Name, OpCall, PieceCall
 from sparse_compile.runtime.compiler import PieceCompiler
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 def calls_of(stages: tuple[object, ...], cutter: Cutter) -> list[object]:
@@ -99,7 +101,7 @@ def test_a_different_constant_is_a_different_graph() -> None:
 
 @pytest.mark.parametrize("name", ["ouro", "dory", "hrm-text"])
 def test_inductor_gives_the_same_tokens_and_compiles_each_graph_once_per_kind_of_rows(name: str) -> None:
-    model = tiny_model(name)
+    model = shared_model(name)
     prompts = torch.randint(3, 270, (3, 9), generator=torch.Generator().manual_seed(2))
     want = sparse_compile(model, key_retention=0.3).generate(prompts, max_new_tokens=12, progress=False)
     compiled = sparse_compile(model, key_retention=0.3, inductor=True, validate=False)
@@ -114,7 +116,7 @@ def test_inductor_gives_the_same_tokens_and_compiles_each_graph_once_per_kind_of
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     compiled = sparse_compile(
-        tiny_model("ouro"), key_retention=0.3, inductor=True, validate=False, dense_below=12
+        shared_model("ouro"), key_retention=0.3, inductor=True, validate=False, dense_below=12
     )
     told: list[tuple[int, int]] = []
     assert (

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import shared_model
 from typer.testing import CliRunner
 
 from sparse_compile import ArgumentError, sparse_compile
 from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.cli import app
 from sparse_compile.cli.quality import _load_quietly
-from sparse_compile.models import tiny_model
 from sparse_compile.quality.jobs import JobError, Jobs
 from sparse_compile.quality.measure import OPTIONS, Meter, Settings, quantile, windows_of
 from sparse_compile.quality.sweep import (
@@ -33,6 +33,8 @@ from sparse_compile.quality.tasks import to_ids
 from sparse_compile.quality.text import held_out_text
 from sparse_compile.quality.view import plot, render
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SMALL = Settings(
     windows=2, window=40, prompt=10, tasks=("recall", "count"), task_contexts=(96,), task_samples=3, question=8,
     generate_prompts=2, generate_prompt=10, generate_tokens=5, texts=2, rows=64,
@@ -44,7 +46,7 @@ SWEEP = Sweep(("0.3", "1"), (1,), others=(Point("0.1", 0, (("keep_last", 3),)),)
 
 
 def tiny() -> Any:
-    return tiny_model("ouro", dtype=torch.float64)
+    return shared_model("ouro", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is() -> None:
-    model = tiny_model("ouro", max_position_embeddings=256)
+    model = shared_model("ouro", max_position_embeddings=256)
     told: list[int] = []
     for sweep, message in (
         (Sweep(("0.5",), (0, 4)), "capture_loop=4: must be below 4"),

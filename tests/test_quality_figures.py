@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from sparse_compile.cli import app
 from sparse_compile.quality.sweep import CAPTURE_LOOPS, RETENTIONS
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = {"keep_first": 4, "keep_last": 32}
 BY_LAYER = [0.05, 0.05, 0.05, 0.2]

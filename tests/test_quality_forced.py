@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from oracle import SparseOracle
+from shared_models import shared_model
 
 from sparse_compile import sparse_compile
 from sparse_compile.models import tiny_model
 from sparse_compile.quality.forced import Forced, Part, TeacherForcing
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 PROMPT, NEW = 9, 14
 
@@ -19,7 +22,7 @@ PROMPT, NEW = 9, 14
 @functools.cache
 def compiled(name: str, **options: Any) -> Any:
     settings = {"key_retention": 0.3, "page_size": 4, "validate": False, "progress": False, **options}
-    return sparse_compile(tiny_model(name, dtype=torch.float64), **settings)
+    return sparse_compile(shared_model(name, dtype=torch.float64), **settings)
 
 
 def texts(count: int, width: int) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kernels", "passes", "runtime", "sparse_compile")
 README = ROOT / "README.md"

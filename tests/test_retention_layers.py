@@ -13,18 +13,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SparseOracle
+from shared_models import shared_model
 
 from sparse_compile import ArgumentError, SparseConfig, sparse_compile
 from sparse_compile.backend import BackendOptions
 from sparse_compile.backend.inspection import inspect_model
 from sparse_compile.calibration import Calibration, LayerCalibration
 from sparse_compile.kernels.retention import Retention
-from sparse_compile.models import tiny_model
 from sparse_compile.passes.base import Options
 from sparse_compile.passes.errors import OptionError
 from sparse_compile.passes.schedule import give_retention
 from sparse_compile.quality.calibrate import calibrate
 from sparse_compile.quality.forced import Part, TeacherForcing
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 PROMPT = [3, 9, 4, 12, 7, 30, 31, 5, 44, 2, 17]
@@ -49,7 +51,7 @@ def calibration(*shares: str, layers: tuple[str, ...] = LAYERS, **changes: Any) 
 
 @functools.cache
 def ouro() -> Any:
-    return tiny_model("ouro", dtype=torch.float64)
+    return shared_model("ouro", dtype=torch.float64)
 
 
 @functools.cache
@@ -206,7 +208,7 @@ def test_each_layer_keeps_its_own_share(shares: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["ouro", "dory"])
 def test_the_first_and_last_keys_are_kept(name: str) -> None:
-    model = ouro() if name == "ouro" else tiny_model(name, dtype=torch.float64)
+    model = ouro() if name == "ouro" else shared_model(name, dtype=torch.float64)
     options = {"keep_first": 2, "keep_last": 3}
     made = sparse_compile(model, key_retention=0.3, page_size=4, validate=False, progress=False, **options)
     expected = SparseOracle(model, 0.3, **options).generate(PROMPT, 10)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from cases_common import left_padded, new_tokens, prompts
 from rich.console import Console
+from shared_models import shared_model
 from typer.testing import CliRunner
 
 from sparse_compile import ArgumentError, SpeculationConfig, sparse_compile
 from sparse_compile.cli import app
-from sparse_compile.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 ROWS = prompts(5, 11, 2)
 
@@ -23,7 +25,7 @@ ROWS = prompts(5, 11, 2)
 @functools.cache
 def compiled(**options: Any) -> Any:
     return sparse_compile(
-        tiny_model("ouro", dtype=torch.float64), key_retention=0.3, validate=False, **options
+        shared_model("ouro", dtype=torch.float64), key_retention=0.3, validate=False, **options
     )
 
 
@@ -132,7 +134,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 )
 def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        sparse_compile(tiny_model("ouro"), validate=False, **options)
+        sparse_compile(shared_model("ouro"), validate=False, **options)
 
 
 def test_a_call_that_cannot_be_drafted_is_refused_before_any_work() -> None:

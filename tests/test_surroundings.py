@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from shared_models import shared_model
 
 from sparse_compile import ArgumentError, CompiledModel, sparse_compile
-from sparse_compile.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 PROMPTS = [torch.tensor([[5, 77, 130, 9]]), torch.tensor([[200, 31, 8]])]
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("ouro", dtype=torch.float64)
+    return shared_model("ouro", dtype=torch.float64)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from shared_models import copied
 from torch import fx, nn
 from torch.export import Dim, export
 
@@ -76,7 +77,8 @@ def toy_graph(model: nn.Module) -> fx.GraphModule:
 
 
 def toy_compile(model: nn.Module, **options: object) -> Compilation:
-    """Run every pass over a toy model at retention 0.3."""
-    compilation = Compilation(toy_graph(model), Options(Retention.of(0.3), **options))  # type: ignore[arg-type]
+    """Run every pass over a toy model, or over a copy of its graph, at retention 0.3."""
+    graph = copied(model) if isinstance(model, fx.GraphModule) else toy_graph(model)
+    compilation = Compilation(graph, Options(Retention.of(0.3), **options))  # type: ignore[arg-type]
     PassManager(PASSES, check_grammar).run(compilation)
     return compilation
