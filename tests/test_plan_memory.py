@@ -41,7 +41,8 @@ def test_a_survey_sees_what_a_trace_sees(name: str) -> None:
     model = tiny_model(name)
     program = build_program(model, options)
     found = survey(empty_model(tiny_config(name), torch.float32), options)
-    assert found.sites == program.sites
+    # Gates are taken along when the program is made, and cost no memory.
+    assert found.sites == tuple(replace(site, gated=False) for site in program.sites)
     assert found.vocabulary == program.vocabulary
     assert found.weight_bytes == sum(tensor.nbytes for tensor in named_tensors(model).values())
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())

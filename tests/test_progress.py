@@ -87,4 +87,4 @@ def test_true_gives_lines_where_there_is_no_terminal(
     at_once: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sparse_compile(small(), validate=False, progress=True)
-    assert re.fullmatch(r"compiling: 1 of at most 8 steps\n", capsys.readouterr().err)
+    assert re.fullmatch(r"compiling: 1 of at most 9 steps\n", capsys.readouterr().err)

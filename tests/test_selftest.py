@@ -14,8 +14,6 @@ from sparse_compile import cli
 from sparse_compile.models import tiny_tokenizer
 from sparse_compile.selftest import Difference, SelfTest, make_prompts
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
-
 SMALL = ["--prompts", "2", "--max-new-tokens", "3", "--prompt-tokens", "6"]
 
 
