@@ -6,9 +6,14 @@
     python -m benchmarks.attention --plot-of benchmarks/results/attention-h200.json a table and a picture of a result
 
 A point is ROWSxCONTEXT[:SHAPE[:RETENTION[:LOOPS]]], by default mha, 0.1 and 4. A correctness gate (against float64 on
-one row) runs before a point is timed. loops_ratio is (loop 0 dense + capture + later consumes) over (loops x best dense
-baseline). Baselines read contiguous keys and values: PyTorch's scaled_dot_product_attention by each of its backends,
-FlexAttention compiled (`--flex`, tens of seconds for each shape), and FlashInfer where it is installed.
+one row) runs before a point is timed. Baselines read contiguous keys and values: PyTorch's
+scaled_dot_product_attention by each of its backends, FlexAttention compiled (`--flex`, tens of seconds for each shape),
+and FlashInfer where it is installed.
+
+capture_us is the time of one of LAYERS captures in a row, each at a site of its own, with their selections on the
+second stream, as a decode step runs those of its layers (`kernels/beside.py`); what follows them waits for the last
+selection. capture_alone_us is that of captures whose selection ends before the next capture begins. loops_ratio is (loop 0
+dense + capture + later consumes) over (loops x best dense baseline).
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ import torch
 from benchmarks.timing import conditions, graph_time
 from sparse_compile.kernels import ops, triton_backend  # noqa: F401
 from sparse_compile.kernels.arguments import Attention, Store
+from sparse_compile.kernels.beside import beside
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 
@@ -42,6 +48,7 @@ POINTS = [
     *(f"8x4096:{shape}:0.1:32" for shape in ("mha", "huginn")),
 ]
 ROTATE_BYTES = 256 << 20  # several times the L2 cache
+LAYERS = 24  # sites, and so captures in a row
 PAGE = 16
 
 
@@ -63,7 +70,7 @@ class Point:
     @property
     def planes(self) -> int:
         """How many planes the calls of one graph go round, so that the L2 cache does not hold them."""
-        return max(1, min(24, -(-ROTATE_BYTES // self.kv_bytes)))
+        return max(1, min(LAYERS, -(-ROTATE_BYTES // self.kv_bytes)))
 
 
 class Bench:
@@ -90,7 +97,8 @@ class Bench:
         self.zeros = torch.zeros(p.rows, dtype=torch.int32, device="cuda")
         self.retention = Retention.of(p.retention)
         capacity = -(-self.retention.count(p.context) // 64) * 64
-        lead = (p.rows + 1, 1)
+        self.sites = LAYERS
+        lead = (p.rows + 1, self.sites)
         self.store = Store(
             row_slot=self.row_seq,
             index=torch.zeros(*lead, p.heads, capacity, dtype=torch.int32, device="cuda"),
@@ -124,20 +132,21 @@ class Bench:
 
     def calls(self, op: str) -> list[Callable[[], Any]]:
         made: list[Callable[[], Any]] = []
-        for plane in range(self.planes):
-            a = self.attention(plane)
+        for site in range(self.sites):  # one for each call, as each layer has one
+            a, s = self.attention(site % self.planes), replace(self.store, site=site)
             if op == "dense":
                 made.append(lambda a=a: triton_backend.dense(a, self.out))
             elif op == "capture":
-                made.append(lambda a=a: triton_backend.capture(a, self.store, self.retention, self.out))
+                made.append(lambda a=a, s=s: triton_backend.capture(a, s, self.retention, self.out))
             else:
-                made.append(lambda a=a: triton_backend.consume(a, self.store, self.out))
+                made.append(lambda a=a, s=s: triton_backend.consume(a, s, self.out))
         return made
 
     def parts(self, op: str) -> list[Callable[[], Any]]:
         """Calls of one op, or of one half of a capture: attend, select."""
         if op == "consume":
-            triton_backend.capture(self.attention(0), self.store, self.retention, self.out)
+            for capture in self.calls("capture"):
+                capture()
         if op in ("dense", "consume"):
             return self.calls(op)
         return [self._part(op, self.attention(plane)) for plane in range(self.planes)]
@@ -244,20 +253,23 @@ def run_point(point: Point, flex: bool) -> dict[str, Any]:
     bench = Bench(point)
     bench.check()
     times = {op: graph_time(bench.calls(op)) for op in ("dense", "capture", "consume")}
+    alone = times["capture"]
+    times["capture"] = graph_time(bench.calls("capture"), around=lambda: beside(bench.out.device))
     best, name = best_baseline(bench, flex)
     total = times["dense"] + times["capture"] + (point.loops - 2) * times["consume"]
     row = {
         "rows": point.rows, "context": point.context, "heads": point.heads, "kv_heads": point.kv_heads,
         "head_dim": point.head_dim, "retention": float(point.retention), "loops": point.loops,
         "dense_us": round(times["dense"], 2), "dense_gbps": round(point.kv_bytes / times["dense"] / 1e3, 1),
-        "capture_us": round(times["capture"], 2), "consume_us": round(times["consume"], 2),
+        "capture_us": round(times["capture"], 2), "capture_alone_us": round(alone, 2),
+        "consume_us": round(times["consume"], 2),
         "loops_ratio": round(total / (point.loops * best), 4),
         "best_dense_us": round(best, 2), "best_dense_name": name,
     }  # fmt: skip
     print(
         f"{point.rows:4d} x {point.context:6d}  dense {times['dense']:9.1f} us {row['dense_gbps']:7.0f} GB/s  "
         f"best {best:9.1f} ({name})  dense/best {times['dense'] / best:5.3f}  "
-        f"capture/dense {times['capture'] / times['dense']:5.3f}  "
+        f"capture/dense {times['capture'] / times['dense']:5.3f} (alone {alone / times['dense']:5.3f})  "
         f"consume/dense {times['consume'] / times['dense']:6.4f}  "
         f"loops_ratio {row['loops_ratio']:.3f}",
         flush=True,

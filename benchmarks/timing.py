@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -43,10 +44,16 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def graph_time(calls: list[Callable[[], Any]], replays: int = 7, least_ms: float = 2.0) -> float:
+def graph_time(
+    calls: list[Callable[[], Any]],
+    replays: int = 7,
+    least_ms: float = 2.0,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> float:
     """Microseconds per call: all calls in one CUDA graph, repeated to at least `least_ms`, median of replays.
 
-    The calls should work on different memory, more of it together than the L2 cache holds.
+    The calls should work on different memory, more of it together than the L2 cache holds. Each repetition of all calls
+    is made inside `around()`.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -64,8 +71,9 @@ def graph_time(calls: list[Callable[[], Any]], replays: int = 7, least_ms: float
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             for _ in range(rounds):
-                for call in calls:
-                    call()
+                with around():
+                    for call in calls:
+                        call()
     torch.cuda.current_stream().wait_stream(side)
     until = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < until:

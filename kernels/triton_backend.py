@@ -35,7 +35,7 @@ from .triton_attention import (
 from .triton_narrow import narrow_kernel
 from .triton_scratch import Scratch
 from .triton_select import retain_kernel, select_kernel
-from .triton_tuning import Tiles, tiles_for
+from .triton_tuning import Tiles, most_units, tiles_for
 
 WRITES_KEYS = True
 
@@ -100,7 +100,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     keys = a.max_pages * a.page_size
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
-        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
+        kept = most_units(min(store.capacity, keys), tiles.min_kept, tiles.max_kept)
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
     unit, units = tiles.units(keys)
@@ -109,7 +109,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     if mode == MODE_DENSE:
         spans += [2, 4, 8]
     fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
-    span = min(fitting, default=1)
+    span = min(fitting, default=2 if mode == MODE_DENSE and 1024 <= unit <= SPAN_KEYS // 2 else 1)
     if tiles.span and mode != MODE_MIXED:
         span = tiles.span
     programs = cdiv(units, span)
@@ -150,6 +150,11 @@ def _attend(
     heads = a.heads if per_head else a.kv_heads
     programs, span, stages = _grid(tiles, a, mode, heads * (a.rows // group), store)
     s = store if store is not None else _no_store(a)
+    kept_block, kept_stages, at_once = tiles.kept_block, tiles.kept_stages, 4 if stages == 2 else 3
+    if mode == MODE_CONSUME:
+        kept_block, kept_stages, at_once = tiles.consuming(s.capacity)
+    elif mode == MODE_MIXED:
+        at_once = 0
     bias = a.q if a.bias is None else a.bias if a.bias.stride(-1) == 1 else a.bias.contiguous()
     sink = a.q[:, :, 0] if a.sink is None else a.sink
     gate = a.q if a.gate is None else a.gate
@@ -168,13 +173,13 @@ def _attend(
         MODE=mode, CAPTURES=captures, FUSE_WRITE=fuse, HAS_CAP=a.softcap > 0, HAS_WINDOW=a.window > 0,
         HAS_BIAS=a.bias is not None, HAS_SINK=a.sink is not None, HAS_GATE=a.gate is not None,
         HEADS=a.heads, G=a.group, R=group, D=a.head_dim, PAGE=a.page_size,
-        BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=tiles.kept_block,
-        BD=scratch.width, STAGES=stages, KEPT_STAGES=tiles.kept_stages, PRECISION=_precision(a.q),
+        BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=kept_block,
+        BD=scratch.width, STAGES=stages, KEPT_STAGES=kept_stages, PRECISION=_precision(a.q),
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
         MAX_KEPT=tiles.max_kept, SLOTS=scratch.units, GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
         num_warps=tiles.warps, **_early(pdl and not waited),
-        **(_registers(a, 4 if stages == 2 else 3, tiles.warps) if mode in (MODE_DENSE, MODE_CAPTURE) else {}),
+        **(_registers(a, at_once, tiles.warps) if at_once else {}),
     )  # fmt: skip
     return scratch
 

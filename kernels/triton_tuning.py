@@ -11,6 +11,20 @@ from dataclasses import dataclass
 from triton import cdiv
 
 from .arguments import Attention
+from .triton_parts import LONG
+
+
+def unit_size(length: int, least: int, most: int, step: int) -> int:
+    """Keys per unit of a row of `length`: `least`, or in steps as many as half of `most` units need to cover the row;
+    the other half is for rows whose units have LONG times `least`, since programs of large units end far apart.
+    """
+    half, whole = (step * cdiv(cdiv(length, units), step) for units in (most // 2, most))
+    return max(least, min(half, max(LONG.value * least, whole)))
+
+
+def most_units(keys: int, least: int, most: int) -> int:
+    """How many units a row of up to `keys` keys may have: a shorter row may have more than the longest."""
+    return min(most, max(min(most // 2, cdiv(keys, least)), cdiv(keys, LONG.value * least)))
 
 
 @dataclass(frozen=True)
@@ -18,10 +32,12 @@ class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
-    row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
-    leaves either to the number of programs.
+    row at most `max_units` units (see `unit_size`). A program takes `span` of them; `stages` is the depth of its load
+    pipeline. None leaves either to the number of programs.
 
-    Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`.
+    Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`. Where a row can have
+    no more than `few_kept`, a step takes so many, of which one program needs few enough registers and shared memory
+    for a fourth on a multiprocessor; one step of fewer keys has the same bits.
 
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In
     rows of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores
@@ -40,12 +56,13 @@ class Tiles:
     stages: int | None = None
     span: int | None = None
     min_unit: int = 256
-    max_units: int = 16
+    max_units: int = 32
     warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
     min_kept: int = 512
-    max_kept: int = 16
+    max_kept: int = 32
+    few_kept: int = 64
     guesses: int = 3
     short: int = 8192
     small_scores: int = 2048
@@ -89,8 +106,16 @@ class Tiles:
         """(keys of the largest unit, most units) of rows with up to `keys` keys: a shorter row may have more units than
         the longest, smaller ones.
         """
-        largest = max(self.min_unit, self.block * cdiv(cdiv(keys, self.max_units), self.block))
-        return largest, min(self.max_units, cdiv(keys, self.min_unit))
+        largest = unit_size(keys, self.min_unit, self.max_units, self.block)
+        return largest, most_units(keys, self.min_unit, self.max_units)
+
+    def consuming(self, capacity: int) -> tuple[int, int, int]:
+        """(keys of a step, stages, programs that are to share a multiprocessor, 0 for as many as happen to) where rows
+        retain up to `capacity` keys.
+        """
+        if capacity <= self.few_kept < self.kept_block:
+            return self.few_kept, 1, 4
+        return self.kept_block, self.kept_stages, 0
 
 
 def tiles_for(attention: Attention) -> Tiles:

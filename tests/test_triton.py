@@ -20,10 +20,10 @@ from kernel_oracle import naive_consume, naive_dense
 pytest.importorskip("triton")
 from sparse_compile.kernels import dispatch
 from sparse_compile.kernels.arguments import Attention
-from sparse_compile.kernels.triton_tuning import Tiles
+from sparse_compile.kernels.triton_tuning import Tiles, most_units, unit_size
 
 SMALL = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, gather_block=4,
+    block=16, kept_block=16, min_unit=16, max_units=8, min_kept=16, max_kept=4, gather_block=4,
     piece=32, short=128, small_scores=64, sample=32, gather_bytes=16,
 )  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -357,5 +357,49 @@ def test_every_row_has_its_programs(processors: int, pages: int, lines: int, mod
             *range(max(1, keys - 200), keys),
             *(1 + keys * i // 17 for i in range(1, 17)),
         }:
-            unit = max(tiles.min_unit, cdiv(cdiv(length, tiles.max_units), tiles.block) * tiles.block)
+            unit = unit_size(length, tiles.min_unit, tiles.max_units, tiles.block)
             assert cdiv(length, unit) <= programs * span
+
+
+@given(
+    length=st.integers(1, 1 << 20),
+    shorter=st.integers(1, 1 << 20),
+    least=st.sampled_from([64, 256, 512]),
+    most=st.sampled_from([2, 8, 32]),
+    step=st.sampled_from([16, 64]),
+)
+def test_units_cover_a_row_and_many_of_them_are_large(
+    length: int, shorter: int, least: int, most: int, step: int
+) -> None:
+    unit = unit_size(length, least, most, step)
+    units = -(-length // unit)
+    assert unit >= least and unit % step == 0
+    assert units <= most // 2 or (units <= most and unit >= 4 * least)
+    shorter = min(shorter, length)
+    assert -(-shorter // unit_size(shorter, least, most, step)) <= most_units(length, least, most)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "dtype, head_dim", [(torch.bfloat16, 128), (torch.float16, 96), (torch.float32, 64)], ids=str
+)
+def test_few_retained_keys_take_a_smaller_step_with_the_same_bits(
+    device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparse_compile.kernels import triton_backend
+
+    lengths = tuple((length, 1) for length in (1, 2, 17, 60, 64, 100, 126))
+    shape = Shape(lengths, heads=(4, 2), head_dim=head_dim, dtype=dtype, device=device, retention="0.5")
+    _, captured = run(build(shape), "capture")
+    later, found = next_loop(captured), []
+    for few in (64, 128):
+        tiles = Tiles(few_kept=few)
+        steps = tiles.consuming(captured.store_view.capacity)[0]
+        assert steps == few, "both sizes of a step are compared"
+        monkeypatch.setattr(triton_backend, "tiles_for", lambda attention, tiles=tiles: tiles)
+        found.append(run(later, "consume")[0])
+    assert not found[0].isnan().any()
+    if device == "cpu":  # a product in the interpreter may add in another order where there are more zeros
+        torch.testing.assert_close(*found, rtol=0, atol=MARGIN[dtype])
+    else:
+        assert torch.equal(*found)
