@@ -12,8 +12,8 @@ and FlashInfer where it is installed.
 
 capture_us is the time of one of LAYERS captures in a row, each at a site of its own, with their selections on the
 second stream, as a decode step runs those of its layers (`kernels/beside.py`); what follows them waits for the last
-selection. capture_alone_us is that of captures whose selection ends before the next capture begins. loops_ratio is (loop 0
-dense + capture + later consumes) over (loops x best dense baseline).
+selection. capture_alone_us is that of captures whose selection ends before the next capture begins. loops_ratio is
+(loop 0 dense + capture + later consumes) over (loops x best dense baseline).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,12 @@ def best_baseline(bench: Bench, flex: bool) -> tuple[float, str]:
 def run_point(point: Point, flex: bool) -> dict[str, Any]:
     bench = Bench(point)
     bench.check()
-    times = {op: graph_time(bench.calls(op)) for op in ("dense", "capture", "consume")}
-    alone = times["capture"]
-    times["capture"] = graph_time(bench.calls("capture"), around=lambda: beside(bench.out.device))
+    alone = graph_time(bench.calls("capture"))
+    times = {
+        "dense": graph_time(bench.calls("dense")),
+        "capture": graph_time(bench.calls("capture"), around=partial(beside, bench.out.device)),
+        "consume": graph_time(bench.calls("consume")),
+    }
     best, name = best_baseline(bench, flex)
     total = times["dense"] + times["capture"] + (point.loops - 2) * times["consume"]
     row = {

@@ -373,7 +373,8 @@ def test_units_cover_a_row_and_many_of_them_are_large(
 ) -> None:
     unit = unit_size(length, least, most, step)
     units = -(-length // unit)
-    assert unit >= least and unit % step == 0
+    assert unit >= least
+    assert unit % step == 0
     assert units <= most // 2 or (units <= most and unit >= 4 * least)
     shorter = min(shorter, length)
     assert -(-shorter // unit_size(shorter, least, most, step)) <= most_units(length, least, most)
