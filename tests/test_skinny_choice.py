@@ -339,6 +339,21 @@ def test_what_inductor_makes_is_the_same_product(bench: skinny_bench.Bench) -> N
     torch.testing.assert_close(run(*given), skinny_bench.plain(*given), rtol=2e-2, atol=2e-2)
 
 
+def test_inductor_compiles_within_a_compilation(bench: skinny_bench.Bench) -> None:
+    """As the torch.compile backend measures, while Dynamo compiles the graph around the product."""
+    times: list[dict[str, float | None]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        times.append(bench.inductor(8))
+        return graph
+
+    x = torch.ones(4)
+    run = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
+    assert torch.equal(run(x), x + 1)
+    assert torch.equal(run(x), x + 1)
+    assert times == [{"inductor": 3.0}]
+
+
 def test_without_a_compiler_nothing_is_called_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     x = torch.ones(8, 64)
