@@ -2,6 +2,7 @@
 
     python -m benchmarks.products --out benchmarks/results/products-h200.json    everything, about two minutes
     python -m benchmarks.products --no-sweep --rows 1,4 --seconds 60             default tiles only
+    python -m benchmarks.products --no-products --no-chain --inductor --rows 4,32,1,8    Inductor's choice, minutes
     TRITON_INTERPRET=1 python -m benchmarks.products --tiny                      on the CPU: does the script run?
 
 Products: each shape at each number of rows, the library (F.linear, without what follows it) against the Triton kernel
@@ -13,6 +14,9 @@ Chain: what lies between two attention calls of an Ouro layer (o, norm, residual
 residual, norm, q and k and v), with weights of their own for each layer, layers x loops of them in one CUDA graph,
 compiled by Inductor: all of a step outside of attention but the embedding, the rotary embedding and the head. "ours, as
 in the runtime" has the tiles that the runtime has; the others those of one rule for all products.
+
+Inductor (`--inductor`): each product with its activation as Inductor would choose it with max-autotune, beside the
+library and the default tiles (`inductor_products`). It compiles for seconds each; `--inductor-seconds` bounds that.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from torch.export import Dim, export
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.inductor_products import time_inductor
 from benchmarks.timing import conditions, graph_time
 from sparse_compile.kernels import skinny, skinny_choice
 from sparse_compile.kernels.skinny_backend import launch
@@ -94,6 +99,11 @@ class Bench:
     def values(self, *shape: int, scale: float = 1.0) -> Tensor:
         made = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return made.normal_(0, scale, generator=self.generator)
+
+    def weights(self, lines: int, depth: int) -> list[Tensor]:
+        """Copies, on a GPU more than its L2 cache holds."""
+        copies = max(2, -(-ROTATE_BYTES // (2 * lines * depth))) if self.device == "cuda" else 1
+        return [self.values(lines, depth, scale=depth**-0.5) for _ in range(copies)]
 
     def time(self, calls: Calls) -> float:
         if self.device == "cuda":
@@ -169,21 +179,24 @@ def swept(product: Product) -> list[Tiles]:
     return list(dict.fromkeys(tried))
 
 
-def check(got: Tensor, x: Tensor, weight: Tensor, gated: bool) -> None:
-    """Refuses a result whose error against float64 is above that of eager code."""
+def wrong(got: Tensor, x: Tensor, weight: Tensor, gated: bool) -> str:
+    """Why a result is wrong: its error against float64 is above that of eager code; "" where it is not."""
     exact = skinny.define(x.double(), weight.double(), gated=gated)
     eager = skinny.eager(x, weight, gated=gated)
     mine, theirs = ((made.double() - exact).abs().max().item() for made in (got, eager))
-    if not mine <= theirs * 1.01 + 2**-7 * exact.abs().max().item() * (x.device.type == "cpu") + 1e-4:
-        raise SystemExit(f"wrong result: error {mine:.3g}, eager {theirs:.3g}")
+    if mine <= theirs * 1.01 + 2**-7 * exact.abs().max().item() * (x.device.type == "cpu") + 1e-4:
+        return ""
+    return f"wrong result: error {mine:.3g}, eager {theirs:.3g}"
 
 
 def time_tiles(bench: Bench, x: Tensor, weights: list[Tensor], gated: bool, tiles: Tiles) -> float | None:
     """Microseconds; None for tiles that the GPU has no room for."""
     try:
-        check(launch(x, weights[0], None, None, gated, tiles), x, weights[0], gated)
+        reason = wrong(launch(x, weights[0], None, None, gated, tiles), x, weights[0], gated)
     except OutOfResources:
         return None
+    if reason:
+        raise SystemExit(reason)
     return bench.time([functools.partial(launch, x, w, None, None, gated, tiles) for w in weights])
 
 
@@ -202,9 +215,8 @@ def product_row(
     best = min(known, key=known.__getitem__) if known else tiles
     alone = [made for made in known if not made.pdl]
     bench.best[name, rows] = min(alone, key=known.__getitem__) if alone else default_tiles(product)
-    floor = product.weight_bytes / READ_TBS / 1e6
     return {
-        "product": name, "rows": rows, "floor_us": floor,
+        "product": name, "rows": rows, "floor_us": floor_us(product.weight_bytes),
         "library_us": bench.time([functools.partial(F.linear, x, w) for w in weights]),
         "default_us": times[tiles], "best_us": known.get(best), "best": asdict(best),
         "tried": [{"us": us, **asdict(made)} for made, us in times.items()],
@@ -215,8 +227,7 @@ def time_products(bench: Bench, sweep: bool) -> list[dict[str, Any]]:
     found = []
     print(f"{'product':8} rows  floor  library  default     best   GB/s  share  best tiles")
     for name, (lines, depth, gated) in bench.model.products().items():
-        copies = max(2, -(-ROTATE_BYTES // (2 * lines * depth))) if bench.device == "cuda" else 1
-        weights = [bench.values(lines, depth, scale=depth**-0.5) for _ in range(copies)]
+        weights = bench.weights(lines, depth)
         for rows in bench.rows:
             if not bench.in_time:
                 print(f"{name:8} {rows:4}  out of time")
@@ -231,6 +242,17 @@ def time_products(bench: Bench, sweep: bool) -> list[dict[str, Any]]:
             )
         del weights
     return found
+
+
+def time_shipped(bench: Bench, x: Tensor, weights: list[Tensor], gated: bool) -> float | None:
+    """Microseconds with the runtime's tiles; None where the GPU has no room for them."""
+    lines, depth = weights[0].shape
+    return time_tiles(bench, x, weights, gated, shipped(bench, x.shape[0], lines, depth, gated))
+
+
+def floor_us(size: int) -> float:
+    """Microseconds to read so many bytes."""
+    return size / READ_TBS / 1e6
 
 
 def describe(tiles: dict[str, Any]) -> str:
@@ -415,10 +437,16 @@ def main() -> None:
     parser.add_argument("--rows", type=numbers, default=ROWS)
     parser.add_argument("--chain-rows", type=numbers, default=CHAIN_ROWS)
     parser.add_argument("--no-sweep", action="store_true", help="default tiles only")
-    parser.add_argument("--no-products", action="store_true", help="the chain only")
-    parser.add_argument("--no-chain", action="store_true", help="the products only")
+    parser.add_argument("--no-products", action="store_true", help="without the products")
+    parser.add_argument("--no-chain", action="store_true", help="without the chain")
     parser.add_argument(
         "--seconds", type=float, default=75, help="after this the products stop; then the chain"
+    )
+    parser.add_argument(
+        "--inductor", action="store_true", help="Inductor's own choice of each product as well"
+    )
+    parser.add_argument(
+        "--inductor-seconds", type=float, default=240, help="after this Inductor compiles nothing new"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, without a compiler")
     parser.add_argument("--out", type=Path)
@@ -430,11 +458,14 @@ def main() -> None:
     print(result)
     result["model"] = asdict(model)
     if not options.tiny:
-        precompile(bench, sweep=not options.no_sweep)
+        precompile(bench, sweep=not options.no_sweep and not (options.no_products and options.no_chain))
     if not options.no_products:
         result["products"] = time_products(bench, sweep=not options.no_sweep)
     if not options.no_chain:
         result["chain"] = time_chain(bench, chain_rows)
+    if options.inductor:
+        ours = functools.partial(time_shipped, bench)
+        result["inductor"] = time_inductor(bench, ours, wrong, floor_us, options.inductor_seconds)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

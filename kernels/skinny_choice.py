@@ -1,9 +1,13 @@
 """Which tiles a product of a few rows runs with, or whether the library is faster: measured once per GPU and shape.
 
-The first call of a shape outside of graph capture measures: candidates against `torch.nn.functional.linear`, in CUDA
-graphs over rotating copies of a weight, more than the L2 cache holds. What was found is kept in
-`$SPARSE_COMPILE_CACHE/skinny.json` (default `~/.cache/sparse_compile`). With SPARSE_COMPILE_TUNE=0, while a graph is
-captured, and where there is no memory to measure, the tiles are those of `skinny_tuning.default_tiles`.
+The first call of a shape outside of graph capture measures (`skinny_bench`): candidates against
+`torch.nn.functional.linear`. What was found is kept in a file (`skinny_file`). With SPARSE_COMPILE_TUNE=0, while a
+graph is captured, and where there is no memory to measure, the tiles are those of `skinny_tuning.default_tiles`.
+
+With SPARSE_COMPILE_TUNE=inductor it is measured as well what Inductor itself would choose for a product with its norm
+and activation (max-autotune: the library's products and templates of its own), which takes seconds per shape. That code
+is for one number of rows, so an op that serves many cannot run it. Where it is the fastest a warning says so, the file
+keeps all times, and the op runs the faster of our kernel and the library.
 
 A norm of the rows is done in the product itself or in a kernel ahead of it, whichever was measured to be faster; where
 nothing is measured in products of up to `ALONG_ROWS` rows.
@@ -15,36 +19,33 @@ Numbers of rows are measured apart, each when it is first met. So a row's bits m
 from __future__ import annotations
 
 import functools
-import json
+import math
 import os
-import statistics
-import tempfile
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional as F
 from triton import cdiv
 
 from .arrivals import arrivals
 from .skinny import Norm, starts_early
-from .skinny_backend import launch
+from .skinny_bench import Bench
+from .skinny_file import Choice, cache_file, recall, remember
 from .skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 from .triton_norms import COLUMNS, SLICES
 
-FORMAT = 4  # of the file, and of the kernel and the tiles whose times it holds
+# Values of SPARSE_COMPILE_TUNE: nothing is measured; our kernel and the library; Inductor's choice beside them.
+TUNING = ("0", "1", "inductor")
 BUCKETS = (8, 16, 32, 64)  # a number of rows belongs to the first that holds it
 ALONG_ROWS = 8  # of products that do a norm themselves where nothing is measured: with more it takes too long
 MEASURED_ROWS = 16  # of products of which it is measured whether they should do a norm themselves
 AHEAD = 256  # columns that products of up to `AHEAD_ROWS` ask for while they wait
 AHEAD_ROWS = 16  # with more, asking takes longer than it saves
-_ROTATE_BYTES = 160 << 20  # weights that one measurement goes round; more than the L2 cache of any GPU so far
+_TOLD = 0.95  # of the time of what runs; where Inductor chooses the library's product too, chance decides
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,33 @@ def choose(shape: Shape, bucket: int) -> Tiles | None:
         return _choices[shape, bucket]
     if not _may_measure(shape):
         return default_choice(shape, bucket)
-    key, found = f"{shape.key} | {bucket} rows", _read()
-    if key in found:
-        made = Tiles(**found[key]) if found[key] else None
-    else:
+    key, with_inductor = f"{shape.key} | {bucket} rows", tuning() == "inductor"
+    known = recall(key)
+    if known is None or (with_inductor and "inductor" not in known.us):
         try:
-            made = measure(shape, bucket)
-            _write(key, asdict(made) if made else None)
-        except torch.OutOfMemoryError:  # there is no room to measure
-            made = default_choice(shape, bucket)
-    _choices[shape, bucket] = made
+            known = measure(shape, bucket, with_inductor)
+        except torch.OutOfMemoryError:  # there is no room to measure; what the file holds is still true
+            pass
+        else:
+            remember(key, known)
+            _tell(key, known)
+    made = _choices[shape, bucket] = default_choice(shape, bucket) if known is None else known.tiles
     return made
+
+
+def _tell(key: str, choice: Choice) -> None:
+    """Warns where Inductor's choice is faster than what runs."""
+    known = {name: us for name, us in choice.us.items() if us is not None}
+    runs = "ours" if choice.tiles else "cublas"
+    if known.get("inductor", math.inf) > _TOLD * known[runs]:
+        return
+    times = ", ".join(f"{name} {us:.2f}" for name, us in known.items())
+    warnings.warn(
+        f"{key}: Inductor's own choice is the fastest (us: {times}), but an op cannot run it; it runs {runs}. "
+        f"{cache_file()} keeps the times. The torch.compile backend leaves all products to Inductor with "
+        "skinny_products=False, and with inductor={'max_autotune': True} Inductor chooses so",
+        stacklevel=2,
+    )
 
 
 @functools.lru_cache(256)
@@ -228,121 +245,32 @@ def candidates(shape: Shape, bucket: int) -> list[Tiles]:
     return [first, replace(wide, splits=splits)]
 
 
-def measure(shape: Shape, bucket: int) -> Tiles | None:
-    """The fastest candidate; None where the library is faster than all. Raises torch.OutOfMemoryError."""
-    bench = _Bench(shape)
-    best, least = None, bench.library(bucket)
-    for tiles in candidates(shape, bucket):
-        time = bench.ours(bucket, tiles)
-        if time is not None and time <= least:
-            best, least = tiles, time
-    return best
+def measure(shape: Shape, bucket: int, with_inductor: bool = False) -> Choice:
+    """Times of what may serve a product. tiles: the fastest candidate; None where the library is faster than all.
+    Raises torch.OutOfMemoryError.
+    """
+    bench = Bench(shape)
+    times = {tiles: bench.ours(bucket, tiles) for tiles in candidates(shape, bucket)}
+    ours = {tiles: us for tiles, us in times.items() if us is not None}
+    best = min(ours, key=ours.__getitem__) if ours else None
+    us: dict[str, float | None] = {
+        "ours": None if best is None else ours[best],
+        "cublas": bench.library(bucket),
+    }
+    tiles = best if Choice(best, us).winner == "ours" else None
+    return Choice(tiles, us | (bench.inductor(bucket) if with_inductor else {}))
 
 
-class _Bench:
-    """Weights beyond the L2 cache, and times of one product after another over them, in microseconds."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        copies = max(2, cdiv(_ROTATE_BYTES, shape.product(1).weight_bytes))
-        options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
-        generator = torch.Generator(shape.device).manual_seed(0)  # the user's own is left where it is
-
-        def values(lines: int) -> Tensor:
-            return torch.empty(lines, shape.depth, **options).normal_(generator=generator)
-
-        self.weights = [values(shape.lines) for _ in range(copies)]
-        self.x = values(BUCKETS[-1])
-        gain = values(1)[0] if shape.norm == "weighted norm" else None
-        self.norm = Norm(1e-6, gain, shape.mean) if shape.norm else None
-
-    def ours(self, rows: int, tiles: Tiles) -> float | None:
-        """None for tiles that the GPU has no room for."""
-        x, gated = self.x[:rows], self.shape.gated
-        try:
-            run = functools.partial(launch, x, norm=self.norm)
-            return _time([functools.partial(run, w, None, None, gated, tiles) for w in self.weights])
-        except triton.runtime.errors.OutOfResources:
-            return None
-
-    def library(self, rows: int) -> float:
-        x = self.x[:rows]
-        return _time([functools.partial(self._library, x, w) for w in self.weights])
-
-    def _library(self, x: Tensor, weight: Tensor) -> Tensor:
-        made = F.linear(x if self.norm is None else self.norm.apart(x), weight)
-        if self.shape.gated:
-            gate, up = made.chunk(2, -1)
-            made = F.silu(gate) * up
-        return made
-
-
-def _time(calls: list[Callable[[], Tensor]], replays: int = 5) -> float:
-    """Microseconds per call, median of replays of a CUDA graph of all calls, at least 32."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph, rounds = torch.cuda.CUDAGraph(), cdiv(32, len(calls))
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        graph.replay()
-        times = [_replay(graph) for _ in range(replays)]
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times) * 1000 / (rounds * len(calls))
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+def tuning() -> str:
+    """What is to be measured, one of TUNING. Raises ValueError for another value of SPARSE_COMPILE_TUNE."""
+    value = os.environ.get("SPARSE_COMPILE_TUNE") or "1"
+    if value not in TUNING:
+        raise ValueError(
+            f"SPARSE_COMPILE_TUNE={value!r} must be one of {', '.join(TUNING)}: 0 measures no kernel, 1 ours against "
+            "the library, inductor both against Inductor's own choice as well; set one of them or unset it"
+        )
+    return value
 
 
 def _may_measure(shape: Shape) -> bool:
-    return (
-        os.environ.get("SPARSE_COMPILE_TUNE", "1") != "0"
-        and shape.device.type == "cuda"
-        and not torch.cuda.is_current_stream_capturing()
-    )
-
-
-# ---------------------------------------------------------------------- the file
-
-
-def cache_file() -> Path:
-    folder = os.environ.get("SPARSE_COMPILE_CACHE") or Path.home() / ".cache" / "sparse_compile"
-    return Path(folder) / "skinny.json"
-
-
-def _read() -> dict[str, Any]:
-    """Entries of the file; none where there is no file, or one of another format."""
-    try:
-        content = json.loads(cache_file().read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"{cache_file()} cannot be read ({error}); it is measured and written anew", stacklevel=2
-        )
-        return {}
-    return content["entries"] if content.get("format") == FORMAT else {}
-
-
-def _write(key: str, entry: dict[str, Any] | None) -> None:
-    """Adds an entry; readers see the old file or the new one, never a part."""
-    entries = {**_read(), key: entry}
-    try:
-        cache_file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_file().parent, delete=False) as file:
-            json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
-        os.replace(file.name, cache_file())
-    except OSError as error:
-        warnings.warn(
-            f"{cache_file()} cannot be written ({error}); it is measured again next time", stacklevel=2
-        )
+    return tuning() != "0" and shape.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()

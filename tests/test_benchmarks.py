@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -457,3 +458,80 @@ def test_attention_points_table_and_plot(tmp_path: Path, capsys: pytest.CaptureF
     attention.main(["--plot-of", str(result)])
     assert "32 x 8,192" in capsys.readouterr().out
     assert result.with_suffix(".png").stat().st_size > 5000
+
+
+# ---------------------------------------------------------------------- products as Inductor chooses them
+
+
+@pytest.fixture
+def products_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of products with a compiler that returns what it is given, and one second between two looks at the
+    clock; our kernel always takes 7 us.
+    """
+    pytest.importorskip("triton")
+    from benchmarks import inductor_products, products
+
+    seconds = iter(range(10**6))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(inductor_products, "time", clock)
+    monkeypatch.setattr(inductor_products, "tuned", lambda function, *given: function)
+    monkeypatch.setattr(products, "time_tiles", lambda *_: 7.0)
+    monkeypatch.setattr(products.Bench, "time", lambda self, calls: float(len([call() for call in calls])))
+    return products
+
+
+def test_products_as_inductor_chooses_them(
+    products_benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That part alone, on request; a compiler that fails, or is wrong, is a row with the reason."""
+    from benchmarks import inductor_products
+
+    def tuned(function: Any, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> Any:
+        if weight.shape == (64, 96):  # down
+            raise RuntimeError("no compiler\nand a long story")
+        if weight.shape == (160, 64):  # head
+            return lambda *given: function(*given) + 1
+        return function
+
+    monkeypatch.setattr(inductor_products, "tuned", tuned)
+    out = tmp_path / "products.json"
+    arguments = ["products", "--tiny", "--no-products", "--no-chain", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    products_benchmark.main()
+    assert set(json.loads(out.read_text())) == {"model"}
+    monkeypatch.setattr("sys.argv", [*arguments, "--inductor"])
+    products_benchmark.main()
+    found = json.loads(out.read_text())
+    names = ["qkv", "o", "gate_up", "down", "gate", "head"]
+    assert set(found) == {"model", "inductor"}
+    assert [(row["rows"], row["product"]) for row in found["inductor"]] == [
+        (m, n) for m in (1, 4) for n in names
+    ]
+    for row in found["inductor"]:
+        failed = row["product"] in ("down", "head")
+        assert (row["cublas_us"], row["inductor_us"], row["ours_us"]) == (1.0, None if failed else 1.0, 7.0)
+        assert ("inductor_error" in row) == failed
+        assert row["floor_us"] > 0
+    down, _, head = found["inductor"][3:6]
+    assert down["inductor_error"] == "RuntimeError: no compiler"
+    assert head["inductor_error"].startswith("wrong result: error ")
+    table = capsys.readouterr().out.splitlines()
+    assert next(line for line in table if line.startswith("down")).split()[3:6] == ["1.00", "-", "7.00"]
+
+
+def test_inductor_compiles_no_product_out_of_time(
+    products_benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The clock is read once at first, once before a product, and twice in it."""
+    out = tmp_path / "products.json"
+    arguments = ["products", "--tiny", "--no-products", "--no-chain", "--inductor", "--inductor-seconds", "4"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--out", str(out)])
+    products_benchmark.main()
+    assert [row["product"] for row in json.loads(out.read_text())["inductor"]] == ["qkv", "o"]
+    assert capsys.readouterr().out.count("out of time") == 2 * 6 - 2

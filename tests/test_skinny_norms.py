@@ -26,7 +26,7 @@ from test_skinny import (
     rotary_operands,
 )
 
-from sparse_compile.kernels import skinny_choice
+from sparse_compile.kernels import skinny_bench, skinny_choice
 from sparse_compile.kernels.skinny_choice import ALONG_ROWS, MEASURED_ROWS, Shape
 from sparse_compile.kernels.skinny_tuning import Gpu, Product, Tiles, default_tiles, padded_rows
 
@@ -320,9 +320,9 @@ def test_norms_are_choices_of_their_own() -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_the_norm_that_runs_is_the_one_that_is_measured(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has one kernel for the mean of the squares, and several for their sum."""
-    monkeypatch.setattr(skinny_choice, "_ROTATE_BYTES", 1)
+    monkeypatch.setattr(skinny_bench, "ROTATE_BYTES", 1)
     weight = torch.empty(48, 64, dtype=torch.bfloat16)
-    bench = skinny_choice._Bench(skinny_choice.shape_of(weight, False, Norm(1e-5, weight[0], mean)))
+    bench = skinny_bench.Bench(skinny_choice.shape_of(weight, False, Norm(1e-5, weight[0], mean)))
     assert bench.norm is not None
     assert bench.norm.mean == mean
 

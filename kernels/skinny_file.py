@@ -1,0 +1,95 @@
+"""The file that holds what was measured for products of a few rows: `$SPARSE_COMPILE_CACHE/skinny.json`.
+
+    {"format": 5, "entries": {
+      "NVIDIA H200 | triton 3.6.0 | linear 6144x2048 torch.bfloat16 | 8 rows": {
+        "tiles": {"lines": 16, ...},    null where the library serves the product
+        "winner": "ours",               or "cublas" or "inductor": the fastest of all that were measured
+        "us": {"ours": 9.0, "cublas": 9.6, "inductor": 9.5}}}}
+
+Times are microseconds per product. One is null where it could not be measured, and missing where nobody asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .skinny_tuning import Tiles
+
+FORMAT = 5  # of the file, and of the kernel and the tiles whose times it holds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured of one product. tiles: of our kernel, or None where the library serves it. us: microseconds by
+    rival, "ours" those of the fastest tiles; None of a rival that could not be measured.
+    """
+
+    tiles: Tiles | None
+    us: dict[str, float | None]
+
+    @property
+    def winner(self) -> str:
+        """The fastest rival, of equals the first; the one that serves the product where it is not "inductor"."""
+        known = {name: us for name, us in self.us.items() if us is not None}
+        return min(known, key=known.__getitem__)
+
+    def to_entry(self) -> dict[str, Any]:
+        tiles = None if self.tiles is None else asdict(self.tiles)
+        return {"tiles": tiles, "winner": self.winner, "us": self.us}
+
+    @classmethod
+    def of_entry(cls, entry: dict[str, Any]) -> Choice:
+        tiles = entry["tiles"]
+        return cls(None if tiles is None else Tiles(**tiles), dict(entry["us"]))
+
+
+def cache_file() -> Path:
+    folder = os.environ.get("SPARSE_COMPILE_CACHE") or Path.home() / ".cache" / "sparse_compile"
+    return Path(folder) / "skinny.json"
+
+
+def recall(key: str) -> Choice | None:
+    """What the file holds for a key; None, with a warning, of an entry that is none."""
+    entry = _read().get(key)
+    try:
+        return None if entry is None else Choice.of_entry(entry)
+    except (KeyError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"{cache_file()}: the entry {key!r} cannot be read ({error!r}); it is measured and written anew",
+            stacklevel=2,
+        )
+        return None
+
+
+def remember(key: str, choice: Choice) -> None:
+    """Adds an entry; readers see the old file or the new one, never a part."""
+    entries = {**_read(), key: choice.to_entry()}
+    try:
+        cache_file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_file().parent, delete=False) as file:
+            json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
+        os.replace(file.name, cache_file())
+    except OSError as error:
+        warnings.warn(
+            f"{cache_file()} cannot be written ({error}); it is measured again next time", stacklevel=2
+        )
+
+
+def _read() -> dict[str, Any]:
+    """Entries of the file; none where there is no file, or one of another format."""
+    try:
+        content = json.loads(cache_file().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"{cache_file()} cannot be read ({error}); it is measured and written anew", stacklevel=2
+        )
+        return {}
+    return content["entries"] if content.get("format") == FORMAT else {}
