@@ -97,24 +97,30 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     None of it changes bits, only how the programs fill the GPU. Three programs share a multiprocessor, four with a
     shallow pipeline: that pays where all programs then run at once, each with the fewest units that allow it.
     """
-    keys = a.max_pages * a.page_size
-    kept = 0
-    if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
-        kept = most_units(min(store.capacity, keys), tiles.min_kept, tiles.max_kept)
+    units, kept = _most_units(tiles, a, mode, store)
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
-    unit, units = tiles.units(keys)
+    unit, _ = tiles.units(a.max_pages * a.page_size)
     at_once = 4 * _multiprocessors(a.q.device)
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
         spans += [2, 4, 8]
     fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
-    span = min(fitting, default=2 if mode == MODE_DENSE and 1024 <= unit <= SPAN_KEYS // 2 else 1)
+    span = min(fitting, default=1)
     if tiles.span and mode != MODE_MIXED:
         span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
     return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
+
+
+def _most_units(tiles: Tiles, a: Attention, mode: int, store: Store | None) -> tuple[int, int]:
+    """The most units of visible and of retained keys that a row may have."""
+    keys = a.max_pages * a.page_size
+    kept = 0
+    if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
+        kept = most_units(min(store.capacity, keys), tiles.min_kept, tiles.max_kept)
+    return 0 if mode == MODE_CONSUME else tiles.units(keys)[1], kept
 
 
 def _attend(
@@ -139,7 +145,8 @@ def _attend(
     if mode == MODE_MIXED and a.sink is not None:
         raise ValueError("mixed rows take no sink")
     captures = retention is not None
-    scratch = Scratch(a, tiles, store.capacity if store is not None and captures else 0)
+    capacity = store.capacity if store is not None and captures else 0
+    scratch = Scratch(a, tiles, capacity, max(_most_units(tiles, a, mode, store)))
     writes = a.k is not None and a.v is not None
     fuse = writes and a.query_rows == 1
     k, v = a.q, a.q  # stand for what is not read

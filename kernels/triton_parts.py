@@ -105,12 +105,11 @@ def merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 
 @triton.jit
-def load_units(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
-    """Partial results (m [P], l [P], acc [P, BD]) at the int64 places `slot` [P]; nothing where not `live`."""
+def load_unit(part_acc, part_m, part_l, slot, live, d, BD: tl.constexpr):
+    """The partial result (m, l, acc [BD]) at the int64 place `slot`; nothing where not `live`."""
     m = tl.load(part_m + slot, mask=live, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(part_l + slot, mask=live, other=0.0, cache_modifier=".cg")
-    lines = slot[:, None] * BD + d[None, :]
-    return m, l, tl.load(part_acc + lines, mask=live[:, None], other=0.0, cache_modifier=".cg")
+    return m, l, tl.load(part_acc + slot * BD + d, mask=(d >= 0) & live, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -119,22 +118,32 @@ def merge_units(
 ):
     """One (row, head) from its partial results: (sum [BD], m, l).
 
-    Units are merged two by two, then the pairs in order. With PAIRS the programs have merged the pairs themselves and
-    left one result for each; both ways make the same bits.
+    Units are merged two by two, then the pairs in order, one after the other: slots beyond the units change no bit.
+    With PAIRS the programs have merged the pairs themselves and left one result for each; both ways make the same bits.
     """
-    pair = tl.arange(0, SLOTS // 2)
-    slot = at * SLOTS + pair
-    if PAIRS:
-        m, l, acc = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
-    else:
-        slot += pair
-        m_a, l_a, acc_a = load_units(part_acc, part_m, part_l, slot, 2 * pair < units, d, BD)
-        m_b, l_b, acc_b = load_units(part_acc, part_m, part_l, slot + 1, 2 * pair + 1 < units, d, BD)
-        m, l, acc = merge_pair(m_a, l_a, acc_a, m_b, l_b, acc_b)
-    top = tl.max(m, 0)
-    w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
-    # A product inside fma stays one: contracted with the sum that follows, its bits would depend on the compiler.
-    return tl.sum(tl.fma(acc, w[:, None], 0.0), 0), top, tl.sum(tl.fma(l, w, 0.0), 0)
+    loaded, pairs = (), ()
+    for i in tl.static_range(SLOTS // 2 if PAIRS else SLOTS):  # all of them on their way at once
+        live = 2 * i < units if PAIRS else i < units
+        loaded += (load_unit(part_acc, part_m, part_l, at * SLOTS + i, live, d, BD),)
+    top = tl.full((), float("-inf"), tl.float32)
+    for i in tl.static_range(SLOTS // 2):
+        if PAIRS:
+            m, l, acc = loaded[i]
+        else:
+            m_a, l_a, acc_a = loaded[2 * i]
+            m_b, l_b, acc_b = loaded[2 * i + 1]
+            m, a, b = pair_weights(m_a, m_b)
+            l, acc = weighted(l_a, a, l_b, b), weighted(acc_a, a, acc_b, b)
+        pairs += ((m, l, acc),)
+        top = tl.maximum(top, m)
+    total = tl.zeros((), tl.float32)
+    result = tl.zeros([BD], tl.float32)
+    for i in tl.static_range(SLOTS // 2):
+        m, l, acc = pairs[i]
+        w = tl.exp2((m - finite_or_zero(top)) * LOG2E)
+        total = tl.fma(l, w, total)
+        result = tl.fma(acc, w, result)
+    return result, top, total
 
 
 @triton.jit

@@ -16,11 +16,11 @@ from .triton_tuning import Tiles
 class Scratch:
     """What the kernels say of their arguments says what each of these is for. Nothing is initialised."""
 
-    def __init__(self, attention: Attention, tiles: Tiles, capacity: int) -> None:
-        """`capacity` of the store where rows may capture, else 0."""
+    def __init__(self, attention: Attention, tiles: Tiles, capacity: int, units: int) -> None:
+        """`capacity` of the store where rows may capture, else 0. units: the most of one row."""
         lines, device = attention.rows * attention.heads, attention.q.device
         self.tiles = tiles
-        self.units = max(2, tiles.max_units, tiles.max_kept)
+        self.units = max(2, next_power_of_2(units))
         self.width = next_power_of_2(max(16, attention.head_dim))
         self.keys = attention.max_pages * attention.page_size
         self.copies = _copies(attention) if capacity else 1

@@ -110,8 +110,8 @@ class Tiles:
         return largest, most_units(keys, self.min_unit, self.max_units)
 
     def consuming(self, capacity: int) -> tuple[int, int, int]:
-        """(keys of a step, stages, programs that are to share a multiprocessor, 0 for as many as happen to) where rows
-        retain up to `capacity` keys.
+        """(keys of a step, stages, programs that are to share a multiprocessor) where rows retain up to `capacity`
+        keys.
         """
         if capacity <= self.few_kept < self.kept_block:
             return self.few_kept, 1, 4

@@ -59,7 +59,7 @@ def cut_rows(
     case = build(replace(shape, keep_first=keep[0], keep_last=keep[1]))
     case = case.select([int((case.plan["row_seq"] == line).nonzero()) for line in range(1, len(rows) + 1)])
     attention = replace(case.attention, k=case.k, v=case.v, query_rows=1)
-    scratch = triton_backend.Scratch(attention, TILES, case.store_view.capacity)
+    scratch = triton_backend.Scratch(attention, TILES, case.store_view.capacity, TILES.max_units)
     scratch.scores.fill_(poison)
     scratch.lists.fill_(UNUSED)
     scratch.places.fill_(-1)

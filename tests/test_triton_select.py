@@ -53,7 +53,7 @@ def select(case: Case, scores: list[Tensor], poison: float) -> Case:
 
     mine = case.copy()
     attention = replace(mine.attention, k=mine.k, v=mine.v, query_rows=1)
-    scratch = triton_backend.Scratch(attention, TILES, mine.store_view.capacity)
+    scratch = triton_backend.Scratch(attention, TILES, mine.store_view.capacity, TILES.max_units)
     scratch.guess_stats.fill_(torch.inf)  # no guess helps
     scratch.scores.fill_(poison)
     for row, own in enumerate(scores):
