@@ -95,13 +95,15 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     the block table and the store could hold.
 
     None of it changes bits, only how the programs fill the GPU. Three programs share a multiprocessor, four with a
-    shallow pipeline: that pays where all programs then run at once, each with the fewest units that allow it.
+    shallow pipeline: that pays where all programs then run at once, each with the fewest units that allow it. With a
+    deep one no more than two do: where that is what there is, no multiprocessor gets three while another has one.
     """
     units, kept = _most_units(tiles, a, mode, store)
     if mode == MODE_CONSUME:
         return kept, 1, tiles.stages or 3
     unit, _ = tiles.units(a.max_pages * a.page_size)
-    at_once = 4 * _multiprocessors(a.q.device)
+    processors = _multiprocessors(a.q.device)
+    at_once = 4 * processors
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
         spans += [2, 4, 8]
@@ -111,7 +113,9 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
-    return max(programs, kept), span, tiles.stages or (2 if span > 1 or crowded else 3)
+    pairs = mode != MODE_MIXED and processors < lines * programs <= 2 * processors
+    stages = tiles.stages or (2 if span > 1 or crowded else 4 if pairs else 3)
+    return max(programs, kept), span, stages
 
 
 def _most_units(tiles: Tiles, a: Attention, mode: int, store: Store | None) -> tuple[int, int]:
