@@ -4,10 +4,14 @@
     python -m benchmarks.decode --systems sparse,dense --points 2x32768,1x1024   some of them
     python -m benchmarks.decode --systems sparse,transformers-static@2x32768     one of them at points of its own
     python -m benchmarks.decode --systems sparse,dense --breakdown --plot steps.png
-    python -m benchmarks.decode --model ouro-1.4b,dory,hrm-text --breakdown      several models, one after the other
+    python -m benchmarks.decode --model ouro-1.4b,dory@1x1024,hrm-text           several models, points of their own
+    python -m benchmarks.decode --model dory --out FILE --add                    more rows, behind those of FILE
     python -m benchmarks.decode --model hrm-text --gates-apart --breakdown       with gates in attention, and without
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
+
+Systems of transformers are known for Ouro's shapes alone, and left out of other models. Extras are of the first model.
+With --add the file must be of the same GPU, versions and commit; its command names both.
 
 A model has a published shape and random weights; contexts may go beyond the positions it was made for, which cost the
 same. Every row names its model. `bytes` of attention are the keys and values that a step reads, those of products the
@@ -36,7 +40,6 @@ from sparse_compile.validation import validate_program
 POINTS = "2x32768,4x16384,32x1900,8x8192,1x1024"
 TINY_POINTS = "2x64,1x32"
 HOST_POINT, FIRST_TOKEN_POINTS = "32x1900", "1x8192,8x2048"
-# The systems for every model; transformers' own, over its caches, are known for Ouro alone.
 OURS = ("sparse", "dense")
 BANDWIDTH = 4.35e12  # bytes per second that an H200 reads
 EXTRAS = ("host", "first-token", "warm-up")
@@ -111,7 +114,9 @@ def check(setup: Setup) -> None:
     print(f"gate: relative error of the logits against the model's own generation {error:.2e}", flush=True)
 
 
-def run_extras(setup: Setup, options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+def run_extras(
+    setup: Setup, options: argparse.Namespace, extras: Sequence[str], arguments: list[str]
+) -> dict[str, Any]:
     """Results of the extras by name; one that fails gives the reason."""
     host = parse_points("2x32" if options.tiny else HOST_POINT)[0]
     points = parse_points("2x32" if options.tiny else FIRST_TOKEN_POINTS)
@@ -121,7 +126,7 @@ def run_extras(setup: Setup, options: argparse.Namespace, arguments: list[str]) 
         "warm-up": lambda: latency.warm_up_cold_and_warm(arguments),
     }
     found = {}
-    for name in options.extras:
+    for name in extras:
         free_memory()
         try:
             found[name.replace("-", "_")] = runs[name]()
@@ -145,7 +150,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--systems",
         help=f"default {','.join(SYSTEMS)}; beyond Ouro, {','.join(OURS)}, which are all there are",
     )
-    parser.add_argument("--model", default="ouro-1.4b", help=f"one or more of {','.join(MODELS)}")
+    parser.add_argument(
+        "--model",
+        default="ouro-1.4b",
+        help=f"one or more of {','.join(MODELS)}, with points of its own behind an @",
+    )
     parser.add_argument("--retention", default="0.1")
     parser.add_argument("--dense-below", type=int, help="default: by device")
     parser.add_argument("--prefill-chunk", type=int, default=8192)
@@ -162,48 +171,61 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--warm-up-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the rows that the file of --out has")
     options = parser.parse_args(arguments)
-    options.models = [name for name in options.model.split(",") if name]
-    others = [name for name in options.models if not name.startswith("ouro")]
-    systems = ",".join(OURS if others else SYSTEMS) if options.systems is None else options.systems
-    asked = dict(item.partition("@")[::2] for item in systems.split(",") if item)
+    models, systems = with_points(options.model), with_points(",".join(SYSTEMS))
+    if options.systems is not None:
+        systems = with_points(options.systems)
     options.extras = [name for name in options.extras.split(",") if name]
-    lists = (
-        ("model", options.models, MODELS),
-        ("systems", asked, SYSTEMS),
-        ("extras", options.extras, EXTRAS),
-    )
+    lists = (("model", models, MODELS), ("systems", systems, SYSTEMS), ("extras", options.extras, EXTRAS))
     for name, given, known in lists:
         unknown = set(given) - set(known)
         if unknown:
             parser.error(f"--{name}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    if others and set(asked) - set(OURS):
-        parser.error(
-            f"--systems: {others[0]} runs with {', '.join(OURS)} alone; leave the others to Ouro's shapes"
-        )
-    if options.extras and len(options.models) > 1:
-        parser.error(f"--extras: are of one model, not of {len(options.models)}; run them with one --model")
+    idle = [name for name in systems if not any(served(name, model) for model in models)]
+    if options.systems is not None and idle:
+        parser.error(f"--systems: {', '.join(idle)} runs Ouro's shapes alone, and --model has none of them")
+    if options.add and (options.out is None or not options.out.exists()):
+        parser.error(f"--add: there is no file {options.out or '(give --out)'} to add rows to")
     if options.tiny:
         options.warm, options.steps = 2, 4
     points = options.points or (TINY_POINTS if options.tiny else POINTS)
     try:
-        options.systems = {name: parse_points(own.replace("+", ",") or points) for name, own in asked.items()}
+        options.models = {
+            model: {
+                name: parse_points(own or of_model or points)
+                for name, own in systems.items()
+                if served(name, model)
+            }
+            for model, of_model in models.items()
+        }
     except ValueError as error:
         parser.error(f"--points: {error}")
     return options
 
 
+def with_points(text: str) -> dict[str, str]:
+    """ "one,other@2x32+1x16" -> {"one": "", "other": "2x32,1x16"}"""
+    parted = (item.partition("@") for item in text.split(",") if item)
+    return {name: points.replace("+", ",") for name, _, points in parted}
+
+
+def served(system: str, model: str) -> bool:
+    """Whether a system runs a model: transformers' own, over its caches, are known for Ouro alone."""
+    return system in OURS or model.startswith("ouro")
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     if options.warm_up_only:
-        setup = setup_of(options, options.model)
+        setup = setup_of(options, next(iter(options.models)))
         print(latency.warm_up(setup, *((2, 64) if options.tiny else (32, 2048))))
         return {}
     report = conditions()
     print(json.dumps(report), flush=True)
-    report["rows"] = []
-    for name in options.models:
-        run_model(name, options, report)
+    report = added_to(options.out, report) if options.add else {**report, "rows": []}
+    for at, name in enumerate(options.models):
+        run_model(name, options, report, options.extras if at == 0 else [])
         torch._dynamo.reset()  # what is compiled of one model is of no use to the next
         free_memory()
     if options.plot:
@@ -211,16 +233,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def run_model(name: str, options: argparse.Namespace, report: dict[str, Any]) -> None:
+def added_to(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The report of a file, to which rows are added under the conditions of `report`. Raises SystemExit where the file
+    is of others.
+    """
+    found: dict[str, Any] = json.loads(path.read_text())
+    other = [key for key in report if key != "command" and found.get(key) != report[key]]
+    if other:
+        told = ", ".join(f"{key} {found.get(key)!r} and not {report[key]!r}" for key in other)
+        raise SystemExit(f"--add: {path} has {told}; write to another file")
+    return {**found, "command": f"{found['command']} && {report['command']}"}
+
+
+def run_model(name: str, options: argparse.Namespace, report: dict[str, Any], extras: Sequence[str]) -> None:
     """Adds to the report what is to be measured of one model."""
     setup = setup_of(options, name)
     check(setup)
     apart = setup_of(options, name, fuse_gates=False) if options.gates_apart else None
     shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
-    report.update(run_extras(setup, options, shared))
+    report.update(run_extras(setup, options, extras, shared))
     write(report, options.out)
     # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
-    for system, points in options.systems.items():
+    for system, points in options.models[name].items():
         for point in points:
             for one in filter(None, (setup, apart if system in OURS else None)):
                 report["rows"].append(measure(system, one, point, options))

@@ -281,19 +281,36 @@ def test_bad_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert "known:" in capsys.readouterr().err
 
 
-def test_what_only_one_model_has_is_refused_for_others(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (
-            ["--model", "dory", "--systems", "sparse,transformers-static"],
-            "dory runs with sparse, dense alone",
-        ),
-        (["--model", "dory,hrm-text", "--extras", "host"], "of one model, not of 2"),
-    ):
-        with pytest.raises(SystemExit):
-            decode.parse(arguments)
-        assert message in capsys.readouterr().err
-    assert list(decode.parse(["--model", "dory"]).systems) == list(decode.OURS)
-    assert list(decode.parse([]).systems) == list(decode.SYSTEMS)
+def test_systems_of_transformers_are_for_ouro_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode.parse(["--model", "dory", "--systems", "sparse,transformers-static"])
+    assert "transformers-static runs Ouro's shapes alone" in capsys.readouterr().err
+    assert list(decode.parse(["--model", "dory"]).models["dory"]) == list(decode.OURS)
+    assert list(decode.parse([]).models["ouro-1.4b"]) == list(decode.SYSTEMS)
+    both = decode.parse(["--model", "ouro-1.4b,dory", "--systems", "dense,transformers-static"]).models
+    assert {name: list(systems) for name, systems in both.items()} == {
+        "ouro-1.4b": ["dense", "transformers-static"],
+        "dory": ["dense"],
+    }
+
+
+def test_rows_are_added_to_a_file_of_the_same_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.json"
+    arguments = ["--tiny", "--systems", "dense", "--out", str(out), "--points"]
+    with pytest.raises(SystemExit):
+        decode.parse([*arguments, "1x8", "--add"])
+    assert "there is no file" in capsys.readouterr().err
+    first = decode.main([*arguments, "1x8"])
+    added = decode.main([*arguments, "1x9", "--add"])
+    kept = json.loads(out.read_text())
+    assert [row["context"] for row in kept["rows"]] == [8, 9]
+    assert kept["rows"][0] == first["rows"][0]
+    assert kept["command"] == added["command"] == f"{first['command']} && {first['command']}"
+    out.write_text(json.dumps(kept | {"commit": "another"}))
+    with pytest.raises(SystemExit, match="has commit 'another' and not"):
+        decode.main([*arguments, "1x9", "--add"])
 
 
 @pytest.mark.parametrize("points", ["2y5", "2x3x4", "0x4", "4x0", "2x"])
@@ -307,9 +324,14 @@ def test_what_is_no_point_is_refused(points: str, capsys: pytest.CaptureFixture[
 def test_points() -> None:
     assert decode.parse_points("2x32768,1x1024") == [Point(2, 32768), Point(1, 1024)]
     assert isinstance(decode.parse([]), argparse.Namespace)
-    assert str(decode.parse([]).systems["sparse"][0]) == "2x32768"
-    systems = decode.parse(["--systems", "dense,sparse@1x5+2x6", "--points", "3x7"]).systems
-    assert systems == {"dense": [Point(3, 7)], "sparse": [Point(1, 5), Point(2, 6)]}
+    assert str(decode.parse([]).models["ouro-1.4b"]["sparse"][0]) == "2x32768"
+    options = decode.parse(
+        ["--model", "ouro-1.4b,dory@4x8", "--systems", "dense,sparse@1x5+2x6", "--points", "3x7"]
+    )
+    assert options.models == {
+        "ouro-1.4b": {"dense": [Point(3, 7)], "sparse": [Point(1, 5), Point(2, 6)]},
+        "dory": {"dense": [Point(4, 8)], "sparse": [Point(1, 5), Point(2, 6)]},
+    }
 
 
 def test_speculation_measures_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
