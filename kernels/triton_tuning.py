@@ -37,7 +37,7 @@ class Tiles:
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`. Where a row can have
     no more than `few_kept`, a step takes so many, of which one program needs few enough registers and shared memory
-    for a fourth on a multiprocessor; one step of fewer keys has the same bits.
+    for a fourth on a multiprocessor; in half precision one step of fewer keys has the same bits.
 
     Capture: attention also sums the keys above up to `guesses` guessed cuts, as many as the tile has room for. In
     rows of up to `short` keys one program per (row, head) selects, whose threads hold about `thread_scores` scores
@@ -125,4 +125,4 @@ def tiles_for(attention: Attention) -> Tiles:
         return Tiles(block=16, kept_block=16)
     if bytes_per_key > 256:
         return Tiles(block=32, kept_block=64)
-    return Tiles()
+    return Tiles() if attention.q.element_size() == 2 else Tiles(few_kept=Tiles.kept_block)
