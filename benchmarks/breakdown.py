@@ -5,8 +5,8 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,19 @@ NAME = 60
 """Characters of a kernel's name in a list."""
 
 
+SELECTIONS = ("triton_select", "triton_narrow")
+"""Modules of kernels that may run on a second stream, beside the layers that follow their capture."""
+
+
 def our_kernels() -> frozenset[str]:
     """Names of the attention kernels of this project, as they are launched. The others are known by theirs."""
     names = [found.name for found in pkgutil.iter_modules(kernels.__path__)]
     others = ("triton_skinny", "triton_greedy")
-    modules = [name for name in names if name.startswith("triton_") and name not in others]
+    return kernels_of(name for name in names if name.startswith("triton_") and name not in others)
+
+
+def kernels_of(modules: Iterable[str]) -> frozenset[str]:
+    """Names of the kernels in some modules of `kernels/`."""
     return frozenset(
         name
         for module in modules
@@ -58,7 +66,9 @@ def classify(name: str, ours: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """One kernel, or one operator where there is no CUDA; microseconds. spent: an operator's, without those in it."""
+    """One kernel, or one operator where there is no CUDA; microseconds. A kernel begins where the one ahead of it on
+    its stream has ended (see `in_turn`). spent: an operator's, without those in it.
+    """
 
     name: str
     begin: float
@@ -81,7 +91,20 @@ def profiled(step: Callable[[], Any], steps: int) -> list[Event]:
             continue
         begin, end = event.time_range.start, event.time_range.end
         events.append(Event(event.name, begin, end, end - begin if on_cuda else event.self_cpu_time_total))
-    return events
+    return in_turn(events, kernels_of(SELECTIONS)) if on_cuda else events
+
+
+def in_turn(events: Iterable[Event], beside: Collection[str]) -> list[Event]:
+    """Kernels without the time in which they wait for the one ahead of them: some are launched before it has ended, and
+    do next to nothing until then. Those named `beside` run on a stream of their own.
+    """
+    turned, ended = [], {True: float("-inf"), False: float("-inf")}
+    for event in sorted(events, key=lambda event: event.end):
+        apart = event.name in beside
+        begin = min(max(event.begin, ended[apart]), event.end)
+        ended[apart] = event.end
+        turned.append(replace(event, begin=begin, spent=event.end - begin))
+    return turned
 
 
 def kernel_lines(events: Sequence[Event], steps: int, most: int) -> list[str]:
@@ -109,8 +132,9 @@ def kernel_lines(events: Sequence[Event], steps: int, most: int) -> list[str]:
 def kernel_classes(step: Callable[[], Any], steps: int = 5) -> tuple[dict[str, float], float]:
     """Milliseconds per step by class, the largest first, and of any kernel outside attention.
 
-    Of kernels on CUDA; of operators where there is none. Kernels that run beside others, or start while those ahead of
-    them finish, count in full in their class; the time outside attention counts every moment once.
+    Of kernels on CUDA, from where the one ahead of them has ended (`in_turn`); of operators where there is none.
+    Selections of captures, which run beside what follows, count in full in attention. The time outside attention counts
+    every moment once.
     """
     times: dict[str, float] = {}
     others: list[tuple[float, float]] = []

@@ -39,9 +39,8 @@ from .triton_tuning import Tiles, most_units, tiles_for
 
 WRITES_KEYS = True
 
-SPAN_KEYS = 2048
-"""The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
-
+SPAN_KEYS = 2560
+"""The most keys of one program with more than two units: more would let the longest of ragged rows wait."""
 
 _TILE = 32 * 128  # numbers of the queries that share a tile, at most
 
@@ -107,7 +106,8 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
         spans += [2, 4, 8]
-    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
+    most = max(SPAN_KEYS, 2 * unit)
+    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= most]
     span = min(fitting, default=1)
     if tiles.span and mode != MODE_MIXED:
         span = tiles.span

@@ -251,6 +251,28 @@ def test_our_kernels_are_attention() -> None:
     assert breakdown.classify("greedy_kernel", ours) == "sampling"
 
 
+def test_kernels_count_from_where_the_one_ahead_has_ended() -> None:
+    """The second kernel starts early and waits; the selection runs beside both, and makes nobody wait."""
+    events = [
+        breakdown.Event("product", 1.0, 14.0, 13.0),
+        breakdown.Event("attention_kernel", 0.0, 10.0, 10.0),
+        breakdown.Event("select_kernel", 10.0, 18.0, 8.0),
+        breakdown.Event("product", 20.0, 21.0, 1.0),
+        breakdown.Event("attention_kernel", 13.0, 19.0, 6.0),
+    ]
+    found = breakdown.in_turn(events, {"select_kernel"})
+    assert [(event.name, event.begin, event.end, event.spent) for event in found] == [
+        ("attention_kernel", 0.0, 10.0, 10.0),
+        ("product", 10.0, 14.0, 4.0),
+        ("select_kernel", 10.0, 18.0, 8.0),
+        ("attention_kernel", 14.0, 19.0, 5.0),
+        ("product", 20.0, 21.0, 1.0),
+    ]
+    selections = breakdown.kernels_of(breakdown.SELECTIONS)
+    assert {"select_kernel", "narrow_kernel", "retain_kernel"} <= selections <= breakdown.our_kernels()
+    assert "attention_kernel" not in selections
+
+
 def test_moments_count_once() -> None:
     assert breakdown.covered([(4.0, 6.0), (0.0, 2.0), (1.0, 1.5), (1.0, 3.0)]) == 5.0
     assert breakdown.covered([]) == 0.0

@@ -361,6 +361,28 @@ def test_every_row_has_its_programs(processors: int, pages: int, lines: int, mod
             assert cdiv(length, unit) <= programs * span
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "expected"),
+    [
+        (2, 33_000, (16, 2, 2)),  # 32 lines of 31 units: all of 512 programs run at once, with pairs of units
+        (1, 8_200, (16, 1, 4)),  # 256 programs: two on each multiprocessor
+        (1, 1_024, (4, 1, 3)),  # fewer than there are multiprocessors
+        (8, 8_400, (4, 4, 2)),
+        (32, 8_192, (16, 1, 3)),  # more than can run at once
+    ],
+)
+def test_programs_fill_a_gpu_of_132_multiprocessors(
+    rows: int, keys: int, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparse_compile.kernels import triton_backend
+
+    table, pool = torch.zeros(2, -(-keys // 16), dtype=torch.int32), torch.zeros(1, 1, 1, 16, 8)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    a = Attention(pool[0], pool, pool, table, *[nothing] * 4, plane=0, plane_stride=0, scale=1.0)
+    monkeypatch.setattr(triton_backend, "_multiprocessors", lambda device: 132)
+    assert triton_backend._grid(Tiles(), a, 0, 16 * rows, None) == expected
+
+
 @given(
     length=st.integers(1, 1 << 20),
     shorter=st.integers(1, 1 << 20),
