@@ -35,12 +35,13 @@ from .triton_attention import (
 from .triton_narrow import narrow_kernel
 from .triton_scratch import Scratch
 from .triton_select import retain_kernel, select_kernel
-from .triton_tuning import Tiles, most_units, tiles_for
+from .triton_tuning import Tiles, tiles_for
 
 WRITES_KEYS = True
 
-SPAN_KEYS = 2560
-"""The most keys of one program with more than two units: more would let the longest of ragged rows wait."""
+SPAN_KEYS = 2048
+"""The most keys that several units of one program have together: more would let the longest of ragged rows wait."""
+
 
 _TILE = 32 * 128  # numbers of the queries that share a tile, at most
 
@@ -106,8 +107,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
     spans = [1]  # a capture has no registers for more, and the consume rows of a mixed launch have none
     if mode == MODE_DENSE:
         spans += [2, 4, 8]
-    most = max(SPAN_KEYS, 2 * unit)
-    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= most]
+    fitting = [n for n in spans if lines * cdiv(units, n) <= at_once and n * unit <= SPAN_KEYS]
     span = min(fitting, default=1)
     if tiles.span and mode != MODE_MIXED:
         span = tiles.span
@@ -123,7 +123,7 @@ def _most_units(tiles: Tiles, a: Attention, mode: int, store: Store | None) -> t
     keys = a.max_pages * a.page_size
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):
-        kept = most_units(min(store.capacity, keys), tiles.min_kept, tiles.max_kept)
+        kept = min(tiles.max_kept, cdiv(min(store.capacity, keys), tiles.min_kept))
     return 0 if mode == MODE_CONSUME else tiles.units(keys)[1], kept
 
 

@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-2147483648)
 HIGHEST = tl.constexpr(2147483647)
-LONG = tl.constexpr(4)
 STORE_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }")
 
 
@@ -25,12 +24,8 @@ def start_early(PDL: tl.constexpr):
 
 @triton.jit
 def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.constexpr):
-    """Keys per unit of a row of `length`, as `triton_tuning.unit_size`: MIN_UNIT, or in STEPs as many as half of
-    MAX_UNITS need to cover the row; the other half is for rows whose units have LONG times MIN_UNIT.
-    """
-    half = tl.cdiv(tl.cdiv(length, MAX_UNITS // 2), STEP) * STEP
-    whole = tl.cdiv(tl.cdiv(length, MAX_UNITS), STEP) * STEP
-    return tl.maximum(MIN_UNIT, tl.minimum(half, tl.maximum(LONG * MIN_UNIT, whole)))
+    """Keys per unit: MIN_UNIT, or as many STEPs as MAX_UNITS need to cover `length`."""
+    return tl.maximum(MIN_UNIT, tl.cdiv(tl.cdiv(length, MAX_UNITS), STEP) * STEP)
 
 
 @triton.jit

@@ -11,20 +11,6 @@ from dataclasses import dataclass
 from triton import cdiv
 
 from .arguments import Attention
-from .triton_parts import LONG
-
-
-def unit_size(length: int, least: int, most: int, step: int) -> int:
-    """Keys per unit of a row of `length`: `least`, or in steps as many as half of `most` units need to cover the row;
-    the other half is for rows whose units have LONG times `least`, since programs of large units end far apart.
-    """
-    half, whole = (step * cdiv(cdiv(length, units), step) for units in (most // 2, most))
-    return max(least, min(half, max(LONG.value * least, whole)))
-
-
-def most_units(keys: int, least: int, most: int) -> int:
-    """How many units a row of up to `keys` keys may have: a shorter row may have more than the longest."""
-    return min(most, max(min(most // 2, cdiv(keys, least)), cdiv(keys, LONG.value * least)))
 
 
 @dataclass(frozen=True)
@@ -32,7 +18,7 @@ class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
-    row at most `max_units` units (see `unit_size`). A program takes `span` of them; `stages` is the depth of its load
+    row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load
     pipeline. None leaves either to the number of programs.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`. Where a row can have
@@ -56,12 +42,12 @@ class Tiles:
     stages: int | None = None
     span: int | None = None
     min_unit: int = 256
-    max_units: int = 32
+    max_units: int = 16
     warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
     min_kept: int = 512
-    max_kept: int = 32
+    max_kept: int = 16
     few_kept: int = 64
     guesses: int = 3
     short: int = 8192
@@ -106,8 +92,8 @@ class Tiles:
         """(keys of the largest unit, most units) of rows with up to `keys` keys: a shorter row may have more units than
         the longest, smaller ones.
         """
-        largest = unit_size(keys, self.min_unit, self.max_units, self.block)
-        return largest, most_units(keys, self.min_unit, self.max_units)
+        largest = max(self.min_unit, self.block * cdiv(cdiv(keys, self.max_units), self.block))
+        return largest, min(self.max_units, cdiv(keys, self.min_unit))
 
     def consuming(self, capacity: int) -> tuple[int, int, int]:
         """(keys of a step, stages, programs that are to share a multiprocessor) where rows retain up to `capacity`
@@ -124,5 +110,5 @@ def tiles_for(attention: Attention) -> Tiles:
     if bytes_per_key > 512:
         return Tiles(block=16, kept_block=16)
     if bytes_per_key > 256:
-        return Tiles(block=32, kept_block=64)
+        return Tiles(block=32, kept_block=64, max_units=32)  # wide heads are few
     return Tiles() if attention.q.element_size() == 2 else Tiles(few_kept=Tiles.kept_block)

@@ -303,7 +303,8 @@ def live_rows(case: Case) -> list[int]:
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies that compare NaN with NaN: floats viewed as integers."""
-    views = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    halves = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+    views = {torch.float64: torch.int64, torch.float32: torch.int32, **halves}
     return {name: t.clone().view(views.get(t.dtype, t.dtype)) for name, t in tensors.items()}
 
 

@@ -121,7 +121,7 @@ def test_triton_equals_the_formulas(
     from sparse_compile.kernels import triton_backend
     from sparse_compile.kernels.triton_tuning import Tiles
 
-    small = Tiles(block=16, kept_block=16, min_unit=16, max_units=8, min_kept=16, max_kept=4)
+    small = Tiles(block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2)
     monkeypatch.setattr(triton_backend, "tiles_for", lambda attention: small)
     assert_equals_the_formulas("triton", biased, rows, keys, "0.3", 3, sunk)
 

@@ -20,10 +20,10 @@ from kernel_oracle import naive_consume, naive_dense
 pytest.importorskip("triton")
 from sparse_compile.kernels import dispatch
 from sparse_compile.kernels.arguments import Attention
-from sparse_compile.kernels.triton_tuning import Tiles, most_units, unit_size
+from sparse_compile.kernels.triton_tuning import Tiles
 
 SMALL = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=8, min_kept=16, max_kept=4, gather_block=4,
+    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2, gather_block=4,
     piece=32, short=128, small_scores=64, sample=32, gather_bytes=16,
 )  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -357,17 +357,17 @@ def test_every_row_has_its_programs(processors: int, pages: int, lines: int, mod
             *range(max(1, keys - 200), keys),
             *(1 + keys * i // 17 for i in range(1, 17)),
         }:
-            unit = unit_size(length, tiles.min_unit, tiles.max_units, tiles.block)
+            unit = max(tiles.min_unit, cdiv(cdiv(length, tiles.max_units), tiles.block) * tiles.block)
             assert cdiv(length, unit) <= programs * span
 
 
 @pytest.mark.parametrize(
     ("rows", "keys", "expected"),
     [
-        (2, 33_000, (16, 2, 2)),  # 32 lines of 31 units: all of 512 programs run at once, with pairs of units
+        (2, 33_000, (16, 1, 2)),  # all of 512 programs run at once
         (1, 8_200, (16, 1, 4)),  # 256 programs: two on each multiprocessor
         (1, 1_024, (4, 1, 3)),  # fewer than there are multiprocessors
-        (8, 8_400, (4, 4, 2)),
+        (8, 8_192, (4, 4, 2)),
         (32, 8_192, (16, 1, 3)),  # more than can run at once
     ],
 )
@@ -381,25 +381,6 @@ def test_programs_fill_a_gpu_of_132_multiprocessors(
     a = Attention(pool[0], pool, pool, table, *[nothing] * 4, plane=0, plane_stride=0, scale=1.0)
     monkeypatch.setattr(triton_backend, "_multiprocessors", lambda device: 132)
     assert triton_backend._grid(Tiles(), a, 0, 16 * rows, None) == expected
-
-
-@given(
-    length=st.integers(1, 1 << 20),
-    shorter=st.integers(1, 1 << 20),
-    least=st.sampled_from([64, 256, 512]),
-    most=st.sampled_from([2, 8, 32]),
-    step=st.sampled_from([16, 64]),
-)
-def test_units_cover_a_row_and_many_of_them_are_large(
-    length: int, shorter: int, least: int, most: int, step: int
-) -> None:
-    unit = unit_size(length, least, most, step)
-    units = -(-length // unit)
-    assert unit >= least
-    assert unit % step == 0
-    assert units <= most // 2 or (units <= most and unit >= 4 * least)
-    shorter = min(shorter, length)
-    assert -(-shorter // unit_size(shorter, least, most, step)) <= most_units(length, least, most)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -426,3 +407,44 @@ def test_few_retained_keys_take_a_smaller_step_with_the_same_bits(
         torch.testing.assert_close(*found, rtol=0, atol=MARGIN[dtype])
     else:
         assert torch.equal(*found)
+
+
+def widened(case: Case, pages: int, kept: int) -> Case:
+    """The same rows in a table of so many pages, with a store for so many retained keys."""
+    table = torch.nn.functional.pad(case.plan["block_table"], (0, pages - case.plan["block_table"].shape[1]))
+    index = torch.nn.functional.pad(case.store["index"], (0, kept - case.store["index"].shape[-1]))
+    wide = replace(case, plan=case.plan | {"block_table": table}, store=case.store | {"index": index})
+    return wide.copy()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wider_table_and_a_larger_store_change_no_bits(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many partial results a launch has room for follows from them; a row's own keys decide about its bits."""
+    from sparse_compile.kernels import triton_backend
+
+    tiles = replace(SMALL, max_units=16, max_kept=8)
+    monkeypatch.setattr(triton_backend, "tiles_for", lambda attention: tiles)
+    slots: list[int] = []
+    scratch = triton_backend.Scratch
+
+    def noted(*args: object) -> object:
+        made = scratch(*args)
+        slots.append(made.units)
+        return made
+
+    monkeypatch.setattr(triton_backend, "Scratch", noted)
+    narrow = build(
+        Shape(((1, 1), (17, 1), (40, 1), (60, 1)), heads=(4, 2), dtype=dtype, device=device, retention="0.9")
+    )
+    found = []
+    for case in (narrow.copy(), widened(narrow, pages=60, kept=100)):
+        captured, after = run(case, "capture")
+        found.append((run(case, "dense")[0], captured, run(next_loop(after), "consume")[0], after.store))
+    assert slots == [4, 4, 4, 16, 16, 8]
+    for ours, theirs in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.equal(ours, theirs)
+    for name in ("count", "mass", "c_ref", "o_ref"):
+        assert torch.equal(bits(found[0][3])[name], bits(found[1][3])[name])

@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from sparse_compile.kernels.retention import Retention
-from sparse_compile.kernels.triton_tuning import Tiles, tiles_for, unit_size
+from sparse_compile.kernels.triton_tuning import Tiles, tiles_for
 
 TILES = Tiles(
-    block=16, kept_block=16, min_unit=64, max_units=8, min_kept=16, max_kept=4, gather_block=4, gather_bytes=16,
+    block=16, kept_block=16, min_unit=64, max_units=4, min_kept=16, max_kept=2, gather_block=4, gather_bytes=16,
     piece=32, short=64, small_scores=64, sample=64, narrow_warps=4, narrow_piece=16, listed=8, listed_step=4,
 )  # fmt: skip
 UNUSED = -7654321.0
@@ -45,7 +45,7 @@ class Found:
 
 
 def unit_of(length: int) -> int:
-    return unit_size(length, TILES.min_unit, TILES.max_units, TILES.block)
+    return max(TILES.min_unit, math.ceil(math.ceil(length / TILES.max_units) / TILES.block) * TILES.block)
 
 
 def cut_rows(

@@ -15,7 +15,7 @@ from sparse_compile.kernels.triton_tuning import Tiles
 
 HEADS = 2
 TILES = Tiles(
-    block=16, kept_block=16, min_unit=16, max_units=8, min_kept=16, max_kept=4,
+    block=16, kept_block=16, min_unit=16, max_units=4, min_kept=16, max_kept=2,
     gather_block=4, gather_bytes=16, piece=32, short=256, small_scores=64, sample=32,
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
