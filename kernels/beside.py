@@ -2,7 +2,8 @@
 
 What a capture selects is not read before the same site consumes, a loop later, while the selection itself is a few
 small kernels that leave most of the GPU idle. Inside `beside` they are launched on a stream of their own, one after the
-other. A consume waits for what its own site selected, and the block's end for everything. Bits do not change. A CUDA
+other. A consume waits for what its own site selected, if nobody has, and the block's end for everything. Bits do not
+change. A CUDA
 graph that captures the whole block has the selections as a branch.
 """
 
@@ -91,12 +92,16 @@ def make_room(device: torch.device, size: int) -> bool:
 
 
 def wait_for(device: torch.device, fills: Hashable) -> bool:
-    """Let the current stream wait for the work that fills this, and so for all before it. Returns whether it waits."""
+    """Let the current stream wait for the work that fills this, and so for all before it. Returns whether it waits.
+
+    It waits for all but the newest work in any case: those have ended long since where works are as far apart as the
+    layers of a model, and a kernel behind a wait cannot start early. So of many readers few wait.
+    """
     side = _sides.get(device)
     if side is None:
         return False
     found = [at for at, work in enumerate(side.works) if work.fills == fills]
-    return _wait(side, device, found[-1] + 1 if found else 0)
+    return _wait(side, device, max(found[-1] + 1, len(side.works) - 1) if found else 0)
 
 
 def _wait(side: _Side, device: torch.device, count: int) -> bool:

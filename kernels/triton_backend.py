@@ -90,6 +90,22 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory of a multiprocessor."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+def _two_fit(tiles: Tiles, a: Attention) -> bool:
+    """Whether two programs with a pipeline of four stages share a multiprocessor: three steps of keys and values each,
+    and a few kilobytes beside them.
+    """
+    step = 2 * tiles.block * next_power_of_2(max(16, a.head_dim)) * a.q.element_size()
+    return 2 * (3 * step + 8192) <= _shared_bytes(a.q.device)
+
+
 def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None) -> tuple[int, int, int]:
     """(programs per line, units of each, stages) of a launch with `lines` tiles; how many programs follows from what
     the block table and the store could hold.
@@ -113,7 +129,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
         span = tiles.span
     programs = cdiv(units, span)
     crowded = 3 * at_once < 4 * lines * programs <= 4 * at_once
-    pairs = mode != MODE_MIXED and processors < lines * programs <= 2 * processors
+    pairs = mode != MODE_MIXED and processors < lines * programs <= 2 * processors and _two_fit(tiles, a)
     stages = tiles.stages or (2 if span > 1 or crowded else 4 if pairs else 3)
     return max(programs, kept), span, stages
 

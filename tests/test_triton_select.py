@@ -244,13 +244,17 @@ def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPa
             module.run_beside(device, lambda: None, site, None, module.HELD_BYTES // 4)
         module.make_room(device, 0)
         assert waited == []
-        module.wait_for(device, 1)
-        assert waited == [2]
-        module.wait_for(device, 0)  # done with the one behind it
-        assert waited == [2]
+        assert module.wait_for(device, 1)  # with all but the newest
+        assert waited == [3]
+        assert not any(module.wait_for(device, site) for site in (0, 1, 2, 9))
+        assert waited == [3]
+        module.run_beside(device, lambda: None, 4, None, module.HELD_BYTES // 4)
         module.make_room(device, module.HELD_BYTES * 3 // 4)
-        assert waited == [2, 3]
-    assert waited == [2, 3, 4]
+        assert waited == [3, 4]
+        assert module.wait_for(device, 4)  # the newest itself
+        assert waited == [3, 4, 5]
+        module.run_beside(device, lambda: None, 5, None, 1)
+    assert waited == [3, 4, 5, 6]
     module.run_beside(device, lambda: waited.append(0), 0, None, 1)  # no block is open: at once
     assert waited[-1] == 0
 
@@ -261,7 +265,7 @@ def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(KeyError):
         failing()
-    assert waited[-1] == 5, "an exception leaves nothing behind"
+    assert waited[-1] == 7, "an exception leaves nothing behind"
 
 
 def with_scores(
