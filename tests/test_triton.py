@@ -379,7 +379,7 @@ def test_programs_fill_a_gpu_of_132_multiprocessors(
     table = torch.zeros(2, -(-keys // 16), dtype=torch.int32)
     pool = torch.zeros(1, 1, 1, 16, 128, dtype=torch.bfloat16)
     nothing = torch.zeros(1, dtype=torch.int32)
-    a = Attention(pool[0], pool, pool, table, *[nothing] * 4, plane=0, plane_stride=0, scale=1.0)
+    a = Attention(pool[0, 0], pool, pool, table, *[nothing] * 4, plane=0, plane_stride=0, scale=1.0)
     monkeypatch.setattr(triton_backend, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(triton_backend, "_shared_bytes", lambda device: 233_472)
     assert triton_backend._grid(Tiles(), a, 0, 16 * rows, None) == expected
