@@ -55,7 +55,7 @@ def graph_time(
     The calls should work on different memory, more of it together than the L2 cache holds. Each repetition of all calls
     is made inside `around()`.
     """
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(priority=-1)  # as the runtime records its graphs
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls:

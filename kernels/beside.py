@@ -61,19 +61,19 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def run_beside(
-    device: torch.device, work: Callable[[], None], fills: Hashable, holding: object, size: int
+    device: torch.device, work: Callable[[bool], None], fills: Hashable, holding: object, size: int
 ) -> None:
-    """Launch `work` on tensors of `device`, inside a `beside` block on the second stream.
+    """Launch `work` on tensors of `device`, inside a `beside` block on the second stream; it is told whether it is.
 
     fills: what readers name in `wait_for`. holding owns the `size` bytes of scratch that the work uses.
     """
     side = _sides.get(device)
     if side is None or not side.blocks:
-        work()
+        work(False)
         return
     side.stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side.stream):
-        work()
+        work(True)
         side.works.append(_Work(fills, side.stream.record_event(), holding, size))
 
 

@@ -269,11 +269,13 @@ def _select(
 ) -> None:
     """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
 
-    def work() -> None:
+    def work(apart: bool) -> None:
+        # Beside other kernels none starts early: it would take their room on the multiprocessors while it waits.
+        early = starts_early(a.q.device) and not apart
         _short(a, store, retention, scratch, row_mode)
         if scratch.long:
-            _cut(a, retention, scratch, row_mode)
-            _retain(a, store, retention, scratch, row_mode)
+            _cut(a, retention, scratch, row_mode, early)
+            _retain(a, store, retention, scratch, row_mode, early)
 
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 
@@ -306,8 +308,12 @@ def _short(
     )  # fmt: skip
 
 
-def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None) -> None:
-    """Of long rows, which score each (row, head) retains from, and what each unit retains."""
+def _cut(
+    a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None, early: bool = False
+) -> None:
+    """Of long rows, which score each (row, head) retains from, and what each unit retains. early: the kernel may start
+    before the one ahead of it has finished.
+    """
     tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
     warps = tiles.narrow_warps
@@ -318,14 +324,14 @@ def _cut(a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor 
         PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
         SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
         **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda", PDL=pdl,
-        num_warps=warps, **_early(pdl), **_registers(a, 32 // warps, warps),
+        num_warps=warps, **_early(early), **_registers(a, 32 // warps, warps),
     )  # fmt: skip
 
 
 def _retain(
-    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None
+    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None, early: bool
 ) -> None:
-    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known.
+    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known. early: as in `_cut`.
 
     Few programs are quick with all scores of a unit in two pieces; many wait less for each other if each is smaller.
     """
@@ -339,7 +345,7 @@ def _retain(
         scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights, scratch.part_acc, scratch.part_l,
         scratch.selected, scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator,
         MIXED=row_mode is not None, SHORT=tiles.short, PIECE=piece, PDL=pdl, **_sums(a, retention, scratch, warps),
-        num_warps=warps, **_early(pdl), **_registers(a, 24 // warps, warps),
+        num_warps=warps, **_early(early), **_registers(a, 24 // warps, warps),
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ class GraphExecutor:
         self.buckets: dict[BucketKey, Bucket] = {}
         self.round_buckets: dict[BucketKey, RoundBucket] = {}
         self._memory = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def loops(self) -> int:
@@ -190,15 +191,23 @@ class GraphExecutor:
         return self.round_buckets[key]
 
     def _captured(self, run: Callable[[], Out], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Out]:
-        stream = torch.cuda.Stream(device)
+        stream = self._recording(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
             made = run()
         return graph, made
+
+    def _recording(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream that graphs are recorded on: one for all, or they could not share memory. Its kernels go first
+        where what runs beside a step (`kernels/beside.py`) has programs waiting too.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        return self._stream
 
     def _run(self, key: BucketKey, plan: RowPlan) -> torch.Tensor:
         if key.run in ("draft", "verify"):

@@ -210,8 +210,8 @@ def test_without_a_second_stream_selections_run_at_once() -> None:
 
     done: list[int] = []
     with beside(torch.device("cpu")):
-        run_beside(torch.device("cpu"), lambda: done.append(1), 0, None, 1)
-        assert done == [1]
+        run_beside(torch.device("cpu"), done.append, 0, None, 1)
+        assert done == [False]
         make_room(torch.device("cpu"), 1 << 40)
         wait_for(torch.device("cpu"), 0)
 
@@ -241,26 +241,28 @@ def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     with module.beside(device):
         for site in range(4):
-            module.run_beside(device, lambda: None, site, None, module.HELD_BYTES // 4)
+            module.run_beside(device, lambda apart: None, site, None, module.HELD_BYTES // 4)
         module.make_room(device, 0)
         assert waited == []
         assert module.wait_for(device, 1)  # with all but the newest
         assert waited == [3]
         assert not any(module.wait_for(device, site) for site in (0, 1, 2, 9))
         assert waited == [3]
-        module.run_beside(device, lambda: None, 4, None, module.HELD_BYTES // 4)
+        module.run_beside(device, lambda apart: None, 4, None, module.HELD_BYTES // 4)
         module.make_room(device, module.HELD_BYTES * 3 // 4)
         assert waited == [3, 4]
         assert module.wait_for(device, 4)  # the newest itself
         assert waited == [3, 4, 5]
-        module.run_beside(device, lambda: None, 5, None, 1)
+        module.run_beside(device, lambda apart: None, 5, None, 1)
     assert waited == [3, 4, 5, 6]
-    module.run_beside(device, lambda: waited.append(0), 0, None, 1)  # no block is open: at once
+    module.run_beside(
+        device, lambda apart: waited.append(int(apart)), 0, None, 1
+    )  # no block is open: at once
     assert waited[-1] == 0
 
     def failing() -> None:
         with module.beside(device):
-            module.run_beside(device, lambda: None, 0, None, 1)
+            module.run_beside(device, lambda apart: None, 0, None, 1)
             raise KeyError
 
     with pytest.raises(KeyError):
