@@ -335,6 +335,27 @@ def test_rows_are_added_to_a_file_of_the_same_conditions(
         decode.main([*arguments, "1x9", "--add"])
 
 
+@pytest.mark.parametrize("content", ['{"rows": [', "[]", "null", '{"command": "x"}', '{"rows": []}'])
+def test_rows_are_added_to_reports_alone(content: str, tmp_path: Path) -> None:
+    (tmp_path / "decode.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"--add: .*decode\.json (cannot be read|is no report)"):
+        decode.added_to(tmp_path / "decode.json", {"command": "y"}, [])
+
+
+def test_extras_of_a_file_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "decode.json").write_text('{"command": "x", "rows": [], "first_token": []}')
+    with pytest.raises(SystemExit, match="has first-token already"):
+        decode.added_to(tmp_path / "decode.json", {"command": "y"}, ["host", "first-token"])
+    assert decode.added_to(tmp_path / "decode.json", {"command": "y"}, ["host"])["command"] == "x && y"
+
+
+def test_a_name_that_comes_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--model", "dory@1x8,dory"], ["--systems", "dense,sparse@1x8,sparse@2x8"]):
+        with pytest.raises(SystemExit):
+            decode.parse(arguments)
+        assert "is named twice in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("points", ["2y5", "2x3x4", "0x4", "4x0", "2x"])
 def test_what_is_no_point_is_refused(points: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--points", points], ["--systems", f"sparse@{points}"]):
