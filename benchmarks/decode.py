@@ -10,6 +10,7 @@
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
 
+Points of a system go before those of a model, and both before `--points`.
 Systems of transformers are known for Ouro's shapes alone, and left out of other models. Extras are of the first model.
 With --add the file must be of the same GPU, versions and commit; its command names both. Rows that it has stay.
 
@@ -190,6 +191,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--systems: {', '.join(idle)} runs Ouro's shapes alone, and --model has none of them")
     if options.add and (options.out is None or not options.out.is_file()):
         parser.error(f"--add: there is no file {options.out or '(give --out)'} to add rows to")
+    if not models:
+        parser.error(f"--model {options.model!r} names no model; known: {', '.join(MODELS)}")
     if options.tiny:
         options.warm, options.steps = 2, 4
     points = options.points or (TINY_POINTS if options.tiny else POINTS)
@@ -243,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def added_to(path: Path, report: dict[str, Any], extras: Sequence[str]) -> dict[str, Any]:
     """The report of a file, to which rows and these extras are added under the conditions of `report`.
 
-    Raises SystemExit where the file is of others, has one of the extras, which may be of another model, or is no report.
+    Raises SystemExit where the file is of others, has one of the extras (perhaps of another model), or is no report.
     """
     try:
         found: Any = json.loads(path.read_text())
