@@ -10,8 +10,9 @@
     python -m benchmarks.decode --extras host,first-token,warm-up --systems ""
     python -m benchmarks.decode --tiny                                           a look at all of it, on the CPU
 
+Points of a system go before those of a model, and both before `--points`.
 Systems of transformers are known for Ouro's shapes alone, and left out of other models. Extras are of the first model.
-With --add the file must be of the same GPU, versions and commit; its command names both.
+With --add the file must be of the same GPU, versions and commit; its command names both. Rows that it has stay.
 
 A model has a published shape and random weights; contexts may go beyond the positions it was made for, which cost the
 same. Every row names its model. `bytes` of attention are the keys and values that a step reads, those of products the
@@ -25,6 +26,7 @@ import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,9 +175,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="to the rows that the file of --out has")
     options = parser.parse_args(arguments)
-    models, systems = with_points(options.model), with_points(",".join(SYSTEMS))
-    if options.systems is not None:
-        systems = with_points(options.systems)
+    try:
+        models = with_points(options.model)
+        systems = with_points(",".join(SYSTEMS) if options.systems is None else options.systems)
+    except ValueError as error:
+        parser.error(str(error))
     options.extras = [name for name in options.extras.split(",") if name]
     lists = (("model", models, MODELS), ("systems", systems, SYSTEMS), ("extras", options.extras, EXTRAS))
     for name, given, known in lists:
@@ -185,8 +189,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     idle = [name for name in systems if not any(served(name, model) for model in models)]
     if options.systems is not None and idle:
         parser.error(f"--systems: {', '.join(idle)} runs Ouro's shapes alone, and --model has none of them")
-    if options.add and (options.out is None or not options.out.exists()):
+    if options.add and (options.out is None or not options.out.is_file()):
         parser.error(f"--add: there is no file {options.out or '(give --out)'} to add rows to")
+    if not models:
+        parser.error(f"--model {options.model!r} names no model; known: {', '.join(MODELS)}")
     if options.tiny:
         options.warm, options.steps = 2, 4
     points = options.points or (TINY_POINTS if options.tiny else POINTS)
@@ -205,9 +211,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def with_points(text: str) -> dict[str, str]:
-    """ "one,other@2x32+1x16" -> {"one": "", "other": "2x32,1x16"}"""
-    parted = (item.partition("@") for item in text.split(",") if item)
-    return {name: points.replace("+", ",") for name, _, points in parted}
+    """ "one,other@2x32+1x16" -> {"one": "", "other": "2x32,1x16"}. ValueError for a name that comes twice."""
+    parted = [item.partition("@") for item in text.split(",") if item]
+    found = {name: points.replace("+", ",") for name, _, points in parted}
+    if len(found) < len(parted):
+        twice = Counter(name for name, _, _ in parted).most_common(1)[0][0]
+        raise ValueError(f"{twice} is named twice in {text!r}; name it once, with its points joined by +")
+    return found
 
 
 def served(system: str, model: str) -> bool:
@@ -223,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     report = conditions()
     print(json.dumps(report), flush=True)
-    report = added_to(options.out, report) if options.add else {**report, "rows": []}
+    report = added_to(options.out, report, options.extras) if options.add else {**report, "rows": []}
     for at, name in enumerate(options.models):
         run_model(name, options, report, options.extras if at == 0 else [])
         torch._dynamo.reset()  # what is compiled of one model is of no use to the next
@@ -233,11 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def added_to(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """The report of a file, to which rows are added under the conditions of `report`. Raises SystemExit where the file
-    is of others.
+def added_to(path: Path, report: dict[str, Any], extras: Sequence[str]) -> dict[str, Any]:
+    """The report of a file, to which rows and these extras are added under the conditions of `report`.
+
+    Raises SystemExit where the file is of others, has one of the extras (perhaps of another model), or is no report.
     """
-    found: dict[str, Any] = json.loads(path.read_text())
+    try:
+        found: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--add: {path} cannot be read ({error}); write to another file") from None
+    if not (isinstance(found, dict) and isinstance(found.get("rows"), list) and "command" in found):
+        raise SystemExit(f"--add: {path} is no report with a command and rows; write to another file")
+    has = [name for name in extras if name.replace("-", "_") in found]
+    if has:
+        raise SystemExit(f"--add: {path} has {', '.join(has)} already; leave it out or write to another file")
     other = [key for key in report if key != "command" and found.get(key) != report[key]]
     if other:
         told = ", ".join(f"{key} {found.get(key)!r} and not {report[key]!r}" for key in other)

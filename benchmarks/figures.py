@@ -5,8 +5,8 @@
     python -m benchmarks.figures decode speculation       some, in this order
     python -m benchmarks.figures tests --into /tmp/run    results and logs somewhere else
 
-Each part has a log beside its result. A part that fails or takes too long (Ctrl-C is sent to it, so that it keeps what
-it has measured) does not stop the next one; the exit code is 1 then.
+Each part has a log beside its result. A part that fails, whose program is missing, or that takes too long (Ctrl-C is
+sent to it, so that it keeps what it has measured) does not stop the next one; the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 RESULTS = Path("benchmarks/results")
 MODELS = "ouro-1.4b,dory@2x32768+32x1900+1x1024,hrm-text@2x32768+32x1900+1x1024"
 SYSTEMS = "sparse,dense,transformers-static@2x32768+1x1024"
+TOLD = {0: "ok", 124: "took too long", 127: "could not be run"}
 KERNEL_TESTS = "tests/test_triton.py tests/test_triton_select.py tests/test_triton_narrow.py"
 
 
@@ -66,7 +67,9 @@ PARTS = {
 
 
 def run(name: str, into: Path) -> int:
-    """The exit code of a part, whose output goes to the screen and to a log; 124 where it took too long."""
+    """The exit code of a part, whose output goes to its log; 124 where it took too long, 127 where there is no such
+    program.
+    """
     part = PARTS[name]
     given = {"OUT": str(into / part.result), "PYTHON": sys.executable}
     words = [given.get(word, word) for word in shlex.split(part.command)]
@@ -75,7 +78,11 @@ def run(name: str, into: Path) -> int:
     with (into / f"{name}.log").open("w") as log:
         log.write(f"{shlex.join(words)}\n")
         log.flush()
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            log.write(f"{words[0]} cannot be run: {error}\n")
+            return 127
         try:
             return process.wait(part.seconds)
         except subprocess.TimeoutExpired:
@@ -99,6 +106,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    options.parts = list(
+        dict.fromkeys(options.parts)
+    )  # twice is once: the second run would replace the first
+    if options.into.exists() and not options.into.is_dir():
+        parser.error(f"--into: {options.into} is a file; name a folder, which is made where there is none")
     return options
 
 
@@ -112,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.parts or PARTS:
         started = time.monotonic()
         codes[name] = run(name, options.into)
-        told = {0: "ok", 124: "took too long"}.get(codes[name], f"failed with exit code {codes[name]}")
+        told = TOLD.get(codes[name], f"failed with exit code {codes[name]}")
         print(
             f"    {told} after {time.monotonic() - started:.0f} s; see {options.into / name}.log", flush=True
         )

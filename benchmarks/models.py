@@ -44,10 +44,16 @@ MODELS = {
 
 @torch.no_grad()
 def make_smaller(model: PreTrainedModel, name: str, factor: float) -> PreTrainedModel:
-    """Multiplies the parameters whose last part begins with `name`, if any is meant."""
-    for path, weight in model.named_parameters() if name else ():
-        if path.rpartition(".")[2].startswith(name):
-            weight.mul_(factor)
+    """Multiplies the parameters whose last part begins with `name`; "" means none. ValueError where there is none."""
+    if not name:
+        return model
+    meant = [weight for path, weight in model.named_parameters() if path.rpartition(".")[2].startswith(name)]
+    if not meant:
+        raise ValueError(
+            f"{name!r} begins no name of the parameters of {type(model).__name__}; see benchmarks.models"
+        )
+    for weight in meant:
+        weight.mul_(factor)
     return model
 
 

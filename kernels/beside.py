@@ -3,8 +3,7 @@
 What a capture selects is not read before the same site consumes, a loop later, while the selection itself is a few
 small kernels that leave most of the GPU idle. Inside `beside` they are launched on a stream of their own, one after the
 other. A consume waits for what its own site selected, if nobody has, and the block's end for everything. Bits do not
-change. A CUDA
-graph that captures the whole block has the selections as a branch.
+change. A CUDA graph that captures the whole block has the selections as a branch.
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ class Bench:
         another time there may be some.
         """
         try:
-            with torch.random.fork_rng(
-                [self.x.device] if self.x.is_cuda else []
-            ):  # it times with random values
+            # It times with random values.
+            with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
                 run = tuned(plain, self.x[:rows], self.weights[0], self.shape.gated, self.norm)
                 return {"inductor": self._time(run, rows)}
         except Exception as error:  # whatever a compiler may raise: the product runs without it

@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,28 @@ class Choice:
         return {"tiles": tiles, "winner": self.winner, "us": self.us}
 
     @classmethod
-    def of_entry(cls, entry: dict[str, Any]) -> Choice:
-        tiles = entry["tiles"]
-        return cls(None if tiles is None else Tiles(**tiles), dict(entry["us"]))
+    def of_entry(cls, entry: Any) -> Choice:
+        """The inverse of `to_entry`. KeyError, TypeError or ValueError of what it does not make."""
+        tiles, us = entry["tiles"], dict(entry["us"])
+        if not any(_is_time(time) for time in us.values()):
+            raise ValueError(f"us={us!r} holds no time")
+        if not all(time is None or _is_time(time) for time in us.values()):
+            raise TypeError(f"us={us!r} must hold microseconds or null")
+        return cls(None if tiles is None else _tiles_of(tiles), us)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tiles_of(values: dict[str, Any]) -> Tiles:
+    """Tiles whose values have the types that they have by default. Raises TypeError or ValueError."""
+    made = Tiles(**values)
+    for field in fields(Tiles):
+        value = getattr(made, field.name)
+        if type(value) is not type(field.default):
+            raise TypeError(f"{field.name}={value!r} must be {type(field.default).__name__}")
+    return made
 
 
 def cache_file() -> Path:
@@ -56,9 +75,9 @@ def cache_file() -> Path:
 
 def recall(key: str) -> Choice | None:
     """What the file holds for a key; None, with a warning, of an entry that is none."""
-    entry = _read().get(key)
+    entries = _read()
     try:
-        return None if entry is None else Choice.of_entry(entry)
+        return Choice.of_entry(entries[key]) if key in entries else None
     except (KeyError, TypeError, ValueError) as error:
         warnings.warn(
             f"{cache_file()}: the entry {key!r} cannot be read ({error!r}); it is measured and written anew",
@@ -68,23 +87,35 @@ def recall(key: str) -> Choice | None:
 
 
 def remember(key: str, choice: Choice) -> None:
-    """Adds an entry; readers see the old file or the new one, never a part."""
+    """Adds an entry; readers see the old file or the new one, never a part. A warning where it cannot be written."""
     entries = {**_read(), key: choice.to_entry()}
     try:
-        cache_file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_file().parent, delete=False) as file:
-            json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
-        os.replace(file.name, cache_file())
+        _write({"format": FORMAT, "entries": entries})
     except OSError as error:
         warnings.warn(
             f"{cache_file()} cannot be written ({error}); it is measured again next time", stacklevel=2
         )
 
 
-def _read() -> dict[str, Any]:
-    """Entries of the file; none where there is no file, or one of another format."""
+def _write(content: dict[str, Any]) -> None:
+    """Raises OSError, and leaves nothing beside the file then."""
+    cache_file().parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=cache_file().parent)
     try:
-        content = json.loads(cache_file().read_text())
+        with open(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, cache_file())
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _read() -> dict[str, Any]:
+    """Entries of the file; none where there is no file, or one of another format, and, with a warning, where it holds
+    something else.
+    """
+    try:
+        return _entries(json.loads(cache_file().read_text()))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -92,4 +123,15 @@ def _read() -> dict[str, Any]:
             f"{cache_file()} cannot be read ({error}); it is measured and written anew", stacklevel=2
         )
         return {}
-    return content["entries"] if content.get("format") == FORMAT else {}
+
+
+def _entries(content: Any) -> dict[str, Any]:
+    """Those of a file's content. ValueError of what is no such content."""
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    if content.get("format") != FORMAT:
+        return {}
+    found = content.get("entries")
+    if not isinstance(found, dict):
+        raise ValueError('"entries" is no object')
+    return found

@@ -135,7 +135,7 @@ def _grid(tiles: Tiles, a: Attention, mode: int, lines: int, store: Store | None
 
 
 def _most_units(tiles: Tiles, a: Attention, mode: int, store: Store | None) -> tuple[int, int]:
-    """The most units of visible and of retained keys that a row may have."""
+    """The most units of visible and of retained keys that a row may have; 0 of those that no row of this mode reads."""
     keys = a.max_pages * a.page_size
     kept = 0
     if store is not None and mode in (MODE_CONSUME, MODE_MIXED):

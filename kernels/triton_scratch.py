@@ -17,7 +17,7 @@ class Scratch:
     """What the kernels say of their arguments says what each of these is for. Nothing is initialised."""
 
     def __init__(self, attention: Attention, tiles: Tiles, capacity: int, units: int) -> None:
-        """`capacity` of the store where rows may capture, else 0. units: the most of one row."""
+        """`capacity` of the store where rows may capture, else 0. units: the most that a row may have."""
         lines, device = attention.rows * attention.heads, attention.q.device
         self.tiles = tiles
         self.units = max(2, next_power_of_2(units))

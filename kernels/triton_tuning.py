@@ -18,8 +18,8 @@ class Tiles:
     """Sizes of one call. `warps` is Triton's num_warps.
 
     All keys (dense, capture): a step of the inner loop takes `block` keys; a unit has at least `min_unit` keys, and a
-    row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load
-    pipeline. None leaves either to the number of programs.
+    row at most `max_units` units. A program takes `span` of them; `stages` is the depth of its load pipeline. None
+    leaves either to the number of programs.
 
     Retained keys (consume): the same with `kept_block`, `kept_stages`, `min_kept` and `max_kept`. Where a row can have
     no more than `few_kept`, a step takes so many, of which one program needs few enough registers and shared memory
@@ -35,7 +35,7 @@ class Tiles:
     way at a time as make `gather_bytes` per thread.
 
     `block`, `min_unit` and `max_units`, the same three of retained keys, `guesses`, `short` and `gather_block` change
-    bits; nothing else does.
+    bits, and so does `few_kept` in float32, where `tiles_for` leaves it without effect; nothing else does.
     """
 
     block: int = 64

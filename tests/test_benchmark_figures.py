@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that writes its result, one that fails, and one that keeps what it has when it is interrupted."""
+    """One that writes its result, one that fails, one whose program is missing, and one that keeps what it has when it
+    is interrupted.
+    """
     wait = (
         "import sys, time, pathlib\n"
         "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path(sys.argv[1]).write_text('kept')"
@@ -32,6 +34,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
                 "a.json",
             ),
             "bad": figures.Part("PYTHON -c 'raise SystemExit(3)'", 60),
+            "missing": figures.Part("no-such-program-here PYTHON", 60),
             "slow": figures.Part(f'PYTHON -c "{wait}" OUT', 2, "kept.json"),
         },
     )
@@ -46,6 +49,31 @@ def test_a_part_that_fails_does_not_stop_the_next(
     assert (tmp_path / "a.json").read_text() == "1"
     assert (tmp_path / "good.log").read_text().splitlines()[-1] == "5"
     assert figures.main(["good", "--into", str(tmp_path)]) == 0
+
+
+def test_a_part_whose_program_is_missing_does_not_stop_the_next(
+    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert figures.main(["missing", "good", "--into", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.index("could not be run") < shown.index("ok after")
+    assert "no-such-program-here cannot be run" in (tmp_path / "missing.log").read_text()
+
+
+def test_a_part_named_twice_runs_once(
+    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures.main(["good", "bad", "good", "--into", str(tmp_path)])
+    assert capsys.readouterr().out.count("=== good") == 1
+
+
+def test_a_file_is_no_folder_for_results(
+    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flat").write_text("")
+    with pytest.raises(SystemExit):
+        figures.main(["good", "--into", str(tmp_path / "flat")])
+    assert "flat is a file; name a folder" in capsys.readouterr().err
 
 
 def test_a_part_that_takes_too_long_keeps_what_it_has(

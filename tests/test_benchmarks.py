@@ -14,7 +14,7 @@ import pytest
 import torch
 from shared_models import fresh_model
 
-from benchmarks import breakdown, decode, serving, speculation
+from benchmarks import breakdown, decode, models, serving, speculation
 from benchmarks.continuous import IS_SUPPORTED, batching_config, looped_paged_cache
 from benchmarks.systems import Ours, Point, TransformersEager, TransformersStatic
 from sparse_compile.models import tiny_model
@@ -333,6 +333,47 @@ def test_rows_are_added_to_a_file_of_the_same_conditions(
     out.write_text(json.dumps(kept | {"commit": "another"}))
     with pytest.raises(SystemExit, match="has commit 'another' and not"):
         decode.main([*arguments, "1x9", "--add"])
+
+
+@pytest.mark.parametrize("content", ['{"rows": [', "[]", "null", '{"command": "x"}', '{"rows": []}'])
+def test_rows_are_added_to_reports_alone(content: str, tmp_path: Path) -> None:
+    (tmp_path / "decode.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"--add: .*decode\.json (cannot be read|is no report)"):
+        decode.added_to(tmp_path / "decode.json", {"command": "y"}, [])
+
+
+def test_extras_of_a_file_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "decode.json").write_text('{"command": "x", "rows": [], "first_token": []}')
+    with pytest.raises(SystemExit, match="has first-token already"):
+        decode.added_to(tmp_path / "decode.json", {"command": "y"}, ["host", "first-token"])
+    assert decode.added_to(tmp_path / "decode.json", {"command": "y"}, ["host"])["command"] == "x && y"
+
+
+def test_dory_has_the_weights_that_are_made_smaller() -> None:
+    model = models.tiny_model("dory")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    name, factor = models.MODELS["dory"].smaller
+    models.make_smaller(model, name, factor)
+    changed = {path for path, weight in model.named_parameters() if not torch.equal(weight, before[path])}
+    assert changed == {path for path in before if path.rpartition(".")[2].startswith("lambda")}
+    for path in changed:
+        assert torch.equal(dict(model.named_parameters())[path], before[path] * factor)
+    with pytest.raises(ValueError, match="'lambada' begins no name"):
+        models.make_smaller(model, "lambada", factor)
+    assert models.make_smaller(model, *models.MODELS["ouro-1.4b"].smaller) is model
+
+
+def test_no_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode.parse(["--model", ","])
+    assert "names no model" in capsys.readouterr().err
+
+
+def test_a_name_that_comes_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--model", "dory@1x8,dory"], ["--systems", "dense,sparse@1x8,sparse@2x8"]):
+        with pytest.raises(SystemExit):
+            decode.parse(arguments)
+        assert "is named twice in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("points", ["2y5", "2x3x4", "0x4", "4x0", "2x"])

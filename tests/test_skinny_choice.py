@@ -67,12 +67,21 @@ def test_rows_find_their_bucket() -> None:
     assert BUCKETS[-1] == skinny.MAX_ROWS
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"format": 1, "entr',
+        "[]",
+        "null",
+        *(f'{{"format": {skinny_file.FORMAT}{entries}}}' for entries in ("", ', "entries": []')),
+    ],
+)
 def test_a_file_that_cannot_be_read_is_measured_anew(
-    measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch
+    content: str, measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = skinny_choice.cache_file()
     file.parent.mkdir(parents=True)
-    file.write_text('{"format": 1, "entr')
+    file.write_text(content)
     with pytest.warns(UserWarning, match=r"skinny\.json cannot be read .* measured and written anew"):
         assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
     forget(monkeypatch)
@@ -95,6 +104,14 @@ def test_another_format_and_a_folder_that_cannot_be_written(
     forget(monkeypatch)
     with pytest.warns(UserWarning, match="cannot be"):
         assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(measured: list[tuple[Shape, int]]) -> None:
+    file = skinny_choice.cache_file()
+    file.mkdir(parents=True)  # a folder of that name
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert skinny_choice.choose(SHAPE, 8) == CHOICE[8]
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_no_memory_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +289,20 @@ def test_no_memory_to_measure_again_leaves_what_is_known(
 
 
 @pytest.mark.parametrize(
-    "broken", [{"tiles": None}, {"tiles": {"lines": 3}, "us": {}}, {"tiles": {"x": 1}, "us": {}}, 7]
+    "broken",
+    [
+        7,
+        None,
+        [],
+        {"tiles": None},
+        {"tiles": None, "us": {}},
+        {"tiles": None, "us": {"cublas": None}},
+        {"tiles": None, "us": {"cublas": 9.0, "ours": "8"}},
+        *(
+            {"tiles": tiles, "us": {"ours": 8.0}}
+            for tiles in ([], {"lines": 3}, {"x": 1}, {"stages": 2.5}, {"apart": "no"}, {"pdl": None})
+        ),
+    ],
 )
 def test_an_entry_that_cannot_be_read_is_measured_anew(
     broken: Any, measured: list[tuple[Shape, int]], monkeypatch: pytest.MonkeyPatch
