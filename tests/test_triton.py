@@ -390,7 +390,15 @@ def test_programs_fill_a_gpu_of_132_multiprocessors(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.bfloat16, 64)], ids=str
+    ("dtype", "head_dim"),
+    [
+        (torch.bfloat16, 128),
+        (torch.float16, 96),
+        (torch.bfloat16, 64),
+        (torch.float16, 80),
+        (torch.bfloat16, 16),
+    ],
+    ids=str,
 )
 def test_few_retained_keys_take_a_smaller_step_with_the_same_bits(
     device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
