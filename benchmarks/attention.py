@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import conditions, graph_time
+from benchmarks.timing import conditions, graph_time, need_gpu
 from sparse_compile.kernels import ops, triton_backend  # noqa: F401
 from sparse_compile.kernels.arguments import Attention, Store
 from sparse_compile.kernels.beside import beside
@@ -49,6 +49,7 @@ POINTS = [
     *(f"8x4096:{shape}:0.1:32" for shape in ("mha", "huginn")),
 ]
 ROTATE_BYTES = 256 << 20  # several times the L2 cache
+NO_PLOTS = "a plot needs matplotlib, which is not installed; pip install 'sparse-compile[bench]'"
 LAYERS = 24  # sites, and so captures in a row
 PAGE = 16
 
@@ -424,6 +425,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="a picture of the result")
     parser.add_argument("--plot-of", type=Path, metavar="JSON", help="a result to show; nothing is timed")
     options = parser.parse_args(arguments)
+    if (options.plot or options.plot_of) and find_spec("matplotlib") is None:
+        parser.error(NO_PLOTS)
     try:
         options.points = [parse_point(text) for text in options.points.split(",")]
     except ValueError as error:
@@ -439,6 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.plot or options.plot_of.with_suffix(".png"),
         )
         return
+    need_gpu("--plot-of shows a result that is there")
     report = conditions()
     print(json.dumps(report), flush=True)
     if options.tune:

@@ -28,6 +28,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="to the rows that the file of --out has")
     options = parser.parse_args(arguments)
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed; pip install 'sparse-compile[bench]'")
     try:
         models = with_points(options.model)
         systems = with_points(",".join(SYSTEMS) if options.systems is None else options.systems)
@@ -271,7 +274,8 @@ def run_model(name: str, options: argparse.Namespace, report: dict[str, Any], ex
     apart = setup_of(options, name, fuse_gates=False) if options.gates_apart else None
     shared = ["--model", name, "--retention", options.retention, *(["--tiny"] if options.tiny else [])]
     report.update(run_extras(setup, options, extras, shared))
-    write(report, options.out)
+    if extras:
+        write(report, options.out)
     # By system, since the end of one that is compiled as a whole makes PyTorch forget what is compiled of the others.
     for system, points in options.models[name].items():
         for point in points:

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.timing import need_gpu
+
 RESULTS = Path("benchmarks/results")
 MODELS = "ouro-1.4b,dory@2x32768+32x1900+1x1024,hrm-text@2x32768+32x1900+1x1024"
 SYSTEMS = "sparse,dense,transformers-static@2x32768+1x1024"
@@ -74,7 +76,10 @@ def run(name: str, into: Path) -> int:
     given = {"OUT": str(into / part.result), "PYTHON": sys.executable}
     words = [given.get(word, word) for word in shlex.split(part.command)]
     into.mkdir(parents=True, exist_ok=True)
-    print(f"=== {name}: {shlex.join(words)} (at most {part.seconds} s)", flush=True)
+    print(
+        f"=== {name}: {shlex.join(words)} (at most {part.seconds} s); its output: {into / name}.log",
+        flush=True,
+    )
     with (into / f"{name}.log").open("w") as log:
         log.write(f"{shlex.join(words)}\n")
         log.flush()
@@ -120,14 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, part in PARTS.items():
             print(f"{name:14s} at most {part.seconds:5d} s  {part.command}")
         return 0
+    need_gpu("--list shows what there is to run on one")
     codes: dict[str, int] = {}
     for name in options.parts or PARTS:
         started = time.monotonic()
         codes[name] = run(name, options.into)
         told = TOLD.get(codes[name], f"failed with exit code {codes[name]}")
-        print(
-            f"    {told} after {time.monotonic() - started:.0f} s; see {options.into / name}.log", flush=True
-        )
+        print(f"    {told} after {time.monotonic() - started:.0f} s", flush=True)
     return int(any(codes.values()))
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import DoryConfig, HrmTextConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.systems import Setup
+from benchmarks.timing import need_gpu
 from sparse_compile.config import SparseConfig
 from sparse_compile.models import preset_config, random_model, tiny_model
 
@@ -62,6 +63,8 @@ def make_setup(name: str, *, tiny: bool, room: int, **options: Any) -> Setup:
     compiled; otherwise bfloat16, on a GPU if there is one. room: tokens that a sequence can get beyond its context.
     options: of `SparseConfig`.
     """
+    if not tiny:
+        need_gpu()
     shape = MODELS[name]
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     common: dict[str, Any] = {"capture_loop": shape.capture_loop, "validate": False, "progress": False}

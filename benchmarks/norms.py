@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.products import CHAIN_ROWS, Bench, Model, call, norm, numbers
-from benchmarks.timing import conditions
+from benchmarks.timing import conditions, need_gpu
 from sparse_compile.kernels import skinny_choice
 from sparse_compile.kernels.skinny import Norm
 from sparse_compile.kernels.skinny_backend import launch
@@ -274,6 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, without a compiler")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if not options.tiny:
+        need_gpu()
     families = {name: FAMILIES[name].tiny if options.tiny else FAMILIES[name] for name in options.models}
     result: dict[str, Any] = {} if options.tiny else conditions()
     print(result)

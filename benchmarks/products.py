@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.inductor_products import time_inductor
-from benchmarks.timing import conditions, graph_time
+from benchmarks.timing import conditions, graph_time, need_gpu
 from sparse_compile.kernels import skinny, skinny_choice
 from sparse_compile.kernels.skinny_backend import launch
 from sparse_compile.kernels.skinny_tuning import Product, Tiles, default_tiles, padded_rows
@@ -451,6 +451,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, without a compiler")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not options.tiny:
+        need_gpu()
     model = Model(64, 96, 160, layers=2, loops=2) if options.tiny else Model()
     rows, chain_rows = ((1, 4), (1, 3)) if options.tiny else (options.rows, options.chain_rows)
     bench = Bench(model, rows, "cpu" if options.tiny else "cuda", options.seconds)

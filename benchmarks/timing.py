@@ -21,6 +21,12 @@ WARM_SECONDS = 0.06
 """How long a graph is replayed before it is timed: after other work a GPU is up to a tenth slower for a while."""
 
 
+def need_gpu(remedy: str = "--tiny shows on a CPU what it does") -> None:
+    """Raises SystemExit where there is no CUDA device, before anything is loaded or written."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"this is measured on a CUDA GPU, and PyTorch finds none here; {remedy}")
+
+
 def conditions() -> dict[str, Any]:
     """What the figures depend on: GPU, versions, commit and command."""
     commit = os.environ.get("SPARSE_COMPILE_COMMIT", "")  # for a copy of the tree that has no .git

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.breakdown import kernel_lines, profiled
 from benchmarks.sparse_eager import logits_of
+from benchmarks.timing import need_gpu
 from sparse_compile.kernels.retention import Retention
 from sparse_compile.models.branches import Branches
 
@@ -286,7 +287,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, without CUDA graphs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.tiny:
+    if not options.tiny:
+        need_gpu()
+    else:
         options.cache, options.held, options.layers = 64, [64, 8], options.layers or 1
     report = machine(options.tiny)
     print(json.dumps(report), flush=True)

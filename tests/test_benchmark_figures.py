@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import figures
+from benchmarks import attention, decode, figures, norms
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +26,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
         "import sys, time, pathlib\n"
         "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path(sys.argv[1]).write_text('kept')"
     )
+    monkeypatch.setattr(figures, "need_gpu", lambda remedy: None)
     monkeypatch.setattr(
         figures,
         "PARTS",
@@ -117,3 +120,17 @@ def test_results_have_a_part_that_writes_them() -> None:
 def test_the_interpreter_is_this_one(parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures.main(["good", "--into", str(tmp_path)])
     assert sys.executable in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    into = tmp_path / "results"
+    for run in (
+        partial(figures.main, ["tests", "--into", str(into)]),
+        partial(decode.main, ["--systems", "sparse", "--out", str(into)]),
+        partial(norms.main, []),
+        partial(attention.main, []),
+    ):
+        with pytest.raises(SystemExit, match="PyTorch finds none here"):
+            run()
+    assert not into.exists()
