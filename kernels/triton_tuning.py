@@ -96,8 +96,8 @@ class Tiles:
         return largest, min(self.max_units, cdiv(keys, self.min_unit))
 
     def consuming(self, capacity: int) -> tuple[int, int, int]:
-        """(keys of a step, stages, programs that are to share a multiprocessor) where rows retain up to `capacity`
-        keys.
+        """(keys of a step, stages, programs that are to share a multiprocessor, 0 for as many as fit) where rows retain
+        up to `capacity` keys.
         """
         if capacity <= self.few_kept < self.kept_block:
             return self.few_kept, 1, 4
