@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import conditions, graph_time, need_gpu
+from benchmarks.timing import conditions, graph_time, need_gpu, need_plots
 from sparse_compile.kernels import ops, triton_backend  # noqa: F401
 from sparse_compile.kernels.arguments import Attention, Store
 from sparse_compile.kernels.beside import beside
@@ -49,7 +49,6 @@ POINTS = [
     *(f"8x4096:{shape}:0.1:32" for shape in ("mha", "huginn")),
 ]
 ROTATE_BYTES = 256 << 20  # several times the L2 cache
-NO_PLOTS = "a plot needs matplotlib, which is not installed; pip install 'sparse-compile[bench]'"
 LAYERS = 24  # sites, and so captures in a row
 PAGE = 16
 
@@ -99,8 +98,7 @@ class Bench:
         self.zeros = torch.zeros(p.rows, dtype=torch.int32, device="cuda")
         self.retention = Retention.of(p.retention)
         capacity = -(-self.retention.count(p.context) // 64) * 64
-        self.sites = LAYERS
-        lead = (p.rows + 1, self.sites)
+        lead = (p.rows + 1, LAYERS)
         self.store = Store(
             row_slot=self.row_seq,
             index=torch.zeros(*lead, p.heads, capacity, dtype=torch.int32, device="cuda"),
@@ -134,7 +132,7 @@ class Bench:
 
     def calls(self, op: str) -> list[Callable[[], Any]]:
         made: list[Callable[[], Any]] = []
-        for site in range(self.sites):  # one for each call, as each layer has one
+        for site in range(LAYERS):  # one for each call, as each layer has one
             a, s = self.attention(site % self.planes), replace(self.store, site=site)
             if op == "dense":
                 made.append(lambda a=a: triton_backend.dense(a, self.out))
@@ -425,8 +423,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="a picture of the result")
     parser.add_argument("--plot-of", type=Path, metavar="JSON", help="a result to show; nothing is timed")
     options = parser.parse_args(arguments)
-    if (options.plot or options.plot_of) and find_spec("matplotlib") is None:
-        parser.error(NO_PLOTS)
+    if options.plot or options.plot_of:
+        need_plots(parser)
     try:
         options.points = [parse_point(text) for text in options.points.split(",")]
     except ValueError as error:

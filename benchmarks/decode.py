@@ -28,7 +28,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ import torch
 from benchmarks import breakdown, latency
 from benchmarks.models import MODELS, make_setup
 from benchmarks.systems import SYSTEMS, Point, Setup, free_memory
-from benchmarks.timing import conditions, step_time
+from benchmarks.timing import conditions, need_plots, step_time
 from sparse_compile.validation import validate_program
 
 POINTS = "2x32768,4x16384,32x1900,8x8192,1x1024"
@@ -176,8 +175,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="to the rows that the file of --out has")
     options = parser.parse_args(arguments)
-    if options.plot and find_spec("matplotlib") is None:
-        parser.error("--plot: needs matplotlib, which is not installed; pip install 'sparse-compile[bench]'")
+    if options.plot:
+        need_plots(parser)
     try:
         models = with_points(options.model)
         systems = with_points(",".join(SYSTEMS) if options.systems is None else options.systems)

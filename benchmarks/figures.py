@@ -111,9 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    options.parts = list(
-        dict.fromkeys(options.parts)
-    )  # twice is once: the second run would replace the first
+    options.parts = list(dict.fromkeys(options.parts))  # twice is once: a second run would replace the first
     if options.into.exists() and not options.into.is_dir():
         parser.error(f"--into: {options.into} is a file; name a folder, which is made where there is none")
     return options

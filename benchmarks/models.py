@@ -60,13 +60,13 @@ def make_smaller(model: PreTrainedModel, name: str, factor: float) -> PreTrained
 
 def make_setup(name: str, *, tiny: bool, room: int, **options: Any) -> Setup:
     """A model of MODELS and what all systems share. tiny: the small one of its kind, in float32 on the CPU and not
-    compiled; otherwise bfloat16, on a GPU if there is one. room: tokens that a sequence can get beyond its context.
-    options: of `SparseConfig`.
+    compiled; otherwise bfloat16, on a GPU (SystemExit without). room: tokens that a sequence can get beyond its
+    context. options: of `SparseConfig`.
     """
     if not tiny:
         need_gpu()
     shape = MODELS[name]
-    device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
+    device = torch.device("cpu" if tiny else "cuda")
     common: dict[str, Any] = {"capture_loop": shape.capture_loop, "validate": False, "progress": False}
     config = SparseConfig(**common, **options).for_device(device.type)
     if tiny:

@@ -9,10 +9,12 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ def need_gpu(remedy: str = "--tiny shows on a CPU what it does") -> None:
     """Raises SystemExit where there is no CUDA device, before anything is loaded or written."""
     if not torch.cuda.is_available():
         raise SystemExit(f"this is measured on a CUDA GPU, and PyTorch finds none here; {remedy}")
+
+
+def need_plots(parser: ArgumentParser) -> None:
+    """A usage error where matplotlib is missing, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        parser.error("a plot needs matplotlib, which is not installed; pip install 'sparse-compile[bench]'")
 
 
 def conditions() -> dict[str, Any]:

@@ -287,10 +287,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, without CUDA graphs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not options.tiny:
-        need_gpu()
-    else:
+    if options.tiny:
         options.cache, options.held, options.layers = 64, [64, 8], options.layers or 1
+    else:
+        need_gpu()
     report = machine(options.tiny)
     print(json.dumps(report), flush=True)
     workers = Workers(options, begin + options.budget)

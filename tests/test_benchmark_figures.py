@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention, decode, figures, norms
+from benchmarks import attention, decode, figures, norms, timing
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,6 +120,20 @@ def test_results_have_a_part_that_writes_them() -> None:
 def test_the_interpreter_is_this_one(parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures.main(["good", "--into", str(tmp_path)])
     assert sys.executable in capsys.readouterr().out
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "find_spec", lambda name: None)
+    for parse, option in (
+        (decode.parse, "--plot"),
+        (attention.parse, "--plot"),
+        (attention.parse, "--plot-of"),
+    ):
+        with pytest.raises(SystemExit):
+            parse([option, "steps.png"])
+        assert "pip install 'sparse-compile[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
