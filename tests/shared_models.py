@@ -89,8 +89,12 @@ class Traces:
         return copied(self._kept[model][1])
 
     def forget(self) -> None:
-        """Drops all but those of shared models."""
+        """Drops all but those of shared models, which must be as they were: who compiles them next could not tell
+        which module of tests has changed them.
+        """
         self.twins.clear()
+        for model in self.shared & self._kept.keys():
+            self._kept[model][0].check()
         self._kept = {model: kept for model, kept in self._kept.items() if model in self.shared}
 
 

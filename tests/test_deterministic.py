@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_fakes import PROMPTS as FAKE_PROMPTS
 from runtime_fakes import make_engine
-from shared_models import shared_model
+from shared_models import fresh_model, shared_model
 from test_skinny_pass import E, piece
 from torch import fx
 from torch.nn import functional as F
@@ -41,7 +41,8 @@ MODES: dict[str, Any] = {
 
 @functools.cache
 def compiled(name: str = "ouro", dtype: torch.dtype = torch.float32, **options: Any) -> CompiledModel:
-    model = shared_model(name, dtype=dtype)
+    make = fresh_model if options.get("merge_linears") else shared_model  # joined weights move
+    model = make(name, dtype=dtype)
     return sparse_compile(model, key_retention=0.3, validate=False, progress=False, **options)
 
 
