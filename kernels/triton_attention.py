@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from .triton_guesses import HALF
-from .triton_loops import attend_kept, attend_span, store_part
-from .triton_parts import LOG2E, finite_or_zero, merge_units, start_early, unit_size
+from .triton_loops import attend_kept, attend_span, first_entries, store_own, store_part
+from .triton_parts import LOG2E, finite_or_zero, key_place, merge_units, start_early, unit_size
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -39,23 +39,28 @@ def write_kernel(
     start_early(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)
+    position = tl.load(row_position + row)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
-    write_key(k_new, v_new, k_pool, v_pool, table + seq * table_s, tl.load(row_position + row), row, base, head,
-              k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
+    key, value = load_own(k_new, v_new, row, head, True, k_t, k_h, v_t, v_h, D, BD)
+    page = tl.load(table + seq * table_s + position // PAGE)
+    at = key_place(base, page, position, PAGE, pool_page, pool_token)
+    store_own((k_pool + at, v_pool + at, key, value, True), D, BD)
 
 
 @triton.jit
-def write_key(
-    k_new, v_new, k_pool, v_pool, table_row, position, row, base, head, k_t, k_h, v_t, v_h, pool_page, pool_token,
-    PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Store the row's own key and value of one head; `base` is the head's place in page 0."""
+def load_own(k_new, v_new, row, head, wanted, k_t, k_h, v_t, v_h, D: tl.constexpr, BD: tl.constexpr):
+    """The row's own key and value of one head, if `wanted`: [BD] each."""
     d = tl.arange(0, BD)
-    ok = d < D
-    page = tl.load(table_row + position // PAGE).to(tl.int64)
-    to = base + page * pool_page + (position % PAGE) * pool_token + d
-    tl.store(k_pool + to, tl.load(k_new + row * k_t + head * k_h + d, mask=ok), mask=ok)
-    tl.store(v_pool + to, tl.load(v_new + row * v_t + head * v_h + d, mask=ok), mask=ok)
+    key = tl.load(k_new + row * k_t + head * k_h + d, mask=(d < D) & wanted)
+    return key, tl.load(v_new + row * v_t + head * v_h + d, mask=(d < D) & wanted)
+
+
+@triton.jit
+def load_reference(mass, o_ref, c_ref, line, wanted, d, d_ok, D: tl.constexpr):
+    """(mass, O_ref [BD], C_ref [BD]) of one line of the store, where `wanted`."""
+    at, ok = line * D + d, d_ok & wanted
+    weight = tl.load(mass + line, mask=wanted, other=0.0)
+    return weight, tl.load(o_ref + at, mask=ok, other=0.0), tl.load(c_ref + at, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -68,29 +73,25 @@ def sink_weight(sink, at, m, ok):
 @triton.jit
 def emit(
     result, m, l, rows, heads, ok, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE: tl.constexpr,
-    row_slot, mass, o_ref, c_ref, stats, site, sites, kept, captured,
+    row_slot, o_ref, stats, site, sites, reference, kept, captured,
     REFERS: tl.constexpr, CAPTURES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write finished lines: result [X, BD], softmax maximum m and sum l [X] of (rows, heads) [X] where `ok`.
 
-    `kept` applies the correction of a consume; `captured` stores O_ref and what the selection needs. The gate, applied
-    last, is for `out` alone.
+    `kept` applies the correction of a consume, by the `reference` of the one line there is; `captured` stores O_ref and
+    what the selection needs. The gate, applied last, is for `out` alone.
     """
     at = rows * HEADS + heads
     both = ok[:, None] & d_ok[None, :]
-    if REFERS or CAPTURES:
-        slot = tl.load(row_slot + rows, mask=ok, other=0).to(tl.int64)
-        line = (slot * sites + site) * HEADS + heads
-        where_ref = line[:, None] * D + d[None, :]
     if REFERS:
         if kept:
-            weight = tl.load(mass + line, mask=ok, other=0.0)
-            before = tl.load(o_ref + where_ref, mask=both, other=0.0).to(tl.float32)
-            centre = tl.load(c_ref + where_ref, mask=both, other=0.0)
-            result = before + weight[:, None] * (result - centre)
+            weight, before, centre = reference
+            result = before.to(tl.float32)[None, :] + weight * (result - centre[None, :])
     if CAPTURES:
         if captured:
-            tl.store(o_ref + where_ref, result, mask=both)
+            slot = tl.load(row_slot + rows, mask=ok, other=0).to(tl.int64)
+            line = (slot * sites + site) * HEADS + heads
+            tl.store(o_ref + line[:, None] * D + d[None, :], result, mask=both)
             tl.store(stats + at * 2, m, mask=ok)
             tl.store(stats + at * 2 + 1, l, mask=ok)
     if HAS_GATE:
@@ -114,7 +115,7 @@ def attention_kernel(
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    FIXED_KEPT: tl.constexpr, SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
@@ -126,7 +127,7 @@ def attention_kernel(
     start_early(PDL)
     column, span, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0 = (tile * R).to(tl.int64)
-    # Everything that addresses depend on is asked for at once.
+    # Everything that addresses depend on is asked for at once, and what the pool will get from this row.
     seq = tl.load(row_seq + row0).to(tl.int64)
     loop = tl.load(row_loop + row0)
     position = tl.load(row_position + row0)
@@ -144,6 +145,8 @@ def attention_kernel(
     # its queries (see `triton_guesses`), of which the first one of each head is its own.
     head0 = column * width
     kv0 = head0 // G
+    if FUSE_WRITE:
+        own_k, own_v = load_own(k_new, v_new, row0, kv0, head0 < HEADS, k_t, k_h, v_t, v_h, D, BD)
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
@@ -158,77 +161,89 @@ def attention_kernel(
         live = (mi < R * width) & (heads < HEADS)
         own = live
     at_0, at_m = row0 * HEADS + head0, rows * HEADS + heads  # [BM]
-    length_m = tl.load(row_length + rows, mask=live, other=0)
-    if MODE == _MIXED:
-        length_m = tl.where(mode == 0, 0, length_m)
+    if R > 1:
+        length_m = tl.load(row_length + rows, mask=live, other=0)
+        length = tl.max(length_m, 0)
+    else:
+        length = tl.load(row_length + row0)
+        if MODE == _MIXED:
+            length = tl.where((mode == 0) | (head0 >= HEADS), 0, length)
+        length_m = tl.where(live, length, 0)
     q_tile = tl.load(  # [BM, BD]
         q + rows[:, None] * q_t + heads[:, None] * q_h + d[None, :],
         mask=live[:, None] & d_ok[None, :],
         other=0.0,
     )
-    length = tl.max(length_m, 0)
     first_m = length_m * 0
     first = 0
     if HAS_WINDOW:
         position_m = tl.load(row_position + rows, mask=live, other=0)
         first_m = tl.maximum(position_m - window + 1, 0)
         first = tl.min(tl.where(live & (length_m > 0), first_m, length), 0)
+    table_row = table + seq * table_s
+    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
+    own_at = base
+    if FUSE_WRITE:
+        page = tl.load(table_row + position // PAGE, mask=length > 0, other=0)
+        own_at = key_place(base, page, position, PAGE, pool_page, pool_token)
+    REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
+    reference = ()
+    kept_line = index
+    if REFERS:
+        line = (slot * sites + site) * HEADS + head0
+        kept_line = index + line * capacity
+        reference = load_reference(mass, o_ref, c_ref, line, kept, d, d_ok, D)
+        stored = tl.load(count + slot * sites + site, mask=kept, other=0)
     if kept:
-        stored = tl.load(count + slot * sites + site)
         total = tl.where(length > 0, stored, 0)
-        keys = unit_size(total, MIN_KEPT, MAX_KEPT, BK)
+        keys = MIN_KEPT if FIXED_KEPT else unit_size(total, MIN_KEPT, MAX_KEPT, BK)
     else:
         total = length - first
         keys = unit_size(total, MIN_UNIT, MAX_UNITS, BN)
-    units = tl.cdiv(total, keys)
     start = span * SPAN * keys
-    table_row = table + seq * table_s
-    base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
-
-    # The row's own key is its last visible one: the last unit alone reads it, and stores it first.
-    last = tl.maximum(units - 1, 0) // SPAN
-    if FUSE_WRITE and (span == last) & (length > 0):
-        write_key(k_new, v_new, k_pool, v_pool, table_row, position, row0, base, kv0,
-                  k_t, k_h, v_t, v_h, pool_page, pool_token, PAGE, D, BD)  # fmt: skip
-        tl.debug_barrier()
-    if units == 0:
+    end = tl.minimum(start + SPAN * keys, total)
+    entries = ()
+    if REFERS:  # how many there are need not be known
+        entries = first_entries(kept_line, start, capacity, kept, BK)
+    if total == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
-        end = tl.minimum(start + SPAN * keys, total)
+        # The row's own key is its last visible one: the last program alone reads it, and stores it first.
+        own_key = (k_pool + own_at, v_pool + own_at, own_k, own_v, end == total) if FUSE_WRITE else ()
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN
         if kept:
-            kept_line = index + ((slot * sites + site) * HEADS + head0) * capacity
             m, l, acc = attend_kept(
-                q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale,
-                cap, live, bias, bias_m, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD, KEPT_STAGES, PRECISION,
+                q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page, pool_token,
+                scale, cap, live, bias, bias_m, FUSE_WRITE, HAS_CAP, HAS_BIAS, PAGE, BM, BK, D, BD, KEPT_STAGES,
+                PRECISION,
             )  # fmt: skip
         else:
             unit, m, l, acc = attend_span(
-                q_tile, k_pool, v_pool, base, table_row, start + first, end + first, keys, unit, first_m, length_m,
-                at_m, own, d, d_ok, pool_page, pool_token, scale, cap, quantile, scores + at_0 * scores_s, line_m,
-                part_acc, part_m, part_l, guess_acc, guess_stats, row0, head0, width, captured, bias, bias_m, GUESSES,
-                COPIES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, BD, STAGES, PRECISION,
-                SLOTS, SPAN,
+                q_tile, k_pool, v_pool, base, table_row, start + first, end + first, keys, own_key, unit, first_m,
+                length_m, at_m, own, d, d_ok, pool_page, pool_token, scale, cap, quantile, scores + at_0 * scores_s,
+                line_m, part_acc, part_m, part_l, guess_acc, guess_stats, row0, head0, width, captured, bias, bias_m,
+                FUSE_WRITE, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, D,
+                BD, STAGES, PRECISION, SLOTS, SPAN,
             )  # fmt: skip
-        REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
+        units = tl.cdiv(total, keys)
         PAIRS: tl.constexpr = SPAN > 1
         if units <= (2 if PAIRS else 1):
             if HAS_SINK and MODE != _CONSUME:
                 l += sink_weight(sink, rows * sink_t + heads * sink_h, m, live)
             result = tl.where(l[:, None] > 0, acc / l[:, None], 0.0)
-            emit(result, m, l, rows, heads, own, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
-                 o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
+            emit(result, m, l, rows, heads, own, d, d_ok, out, gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, o_ref,
+                 stats, site, sites, reference, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
         else:
             place = unit // 2 if PAIRS else unit
             store_part(part_acc, part_m, part_l, at_m, own, place, m, l, acc, d, BD, SLOTS)
             tl.debug_barrier()
             ticket = tl.atomic_add(arrived + at_0, 1, sem="acq_rel", scope="gpu")
-            if ticket == last:
+            if ticket == (units - 1) // SPAN:
                 tl.store(arrived + at_0, 0)
                 tl.debug_barrier()
                 one = tl.arange(0, 1)
@@ -242,5 +257,4 @@ def attention_kernel(
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)
                     result = tl.where(l_1 > 0, acc_1 / l_1, 0.0)[None, :]  # [1, BD]
                     emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out,
-                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, mass,
-                         o_ref, c_ref, stats, site, sites, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
+                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, o_ref, stats, site, sites, reference, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip

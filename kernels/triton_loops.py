@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_guesses import HALF, guess_cuts, store_guesses
-from .triton_parts import LOG2E, finite_or_zero, load_keys, merge_pair, page_of, product, score, soft_cap
+from .triton_parts import LOG2E, finite_or_zero, key_place, load_keys, merge_pair, page_of, product, score, soft_cap
 
 STORE_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
@@ -62,28 +62,60 @@ def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
+def store_own(own_key, D: tl.constexpr, BD: tl.constexpr):
+    """Store a row's own key and value. own_key: two pointers into the pools, what goes there [BD], and whether."""
+    k_to, v_to, key, value, wanted = own_key
+    d = tl.arange(0, BD)
+    tl.store(k_to + d, key, mask=(d < D) & wanted)
+    tl.store(v_to + d, value, mask=(d < D) & wanted)
+
+
+@triton.jit
+def first_entries(kept_line, start, capacity, wanted, BK: tl.constexpr):
+    """The entries of a retained list from `start` on, as far as there are any, for two steps of BK: [BK] each."""
+    e = start + tl.arange(0, BK)
+    n = tl.load(kept_line + e, mask=wanted & (e < capacity), other=0)
+    return n, tl.load(kept_line + e + BK, mask=wanted & (e + BK < capacity), other=0)
+
+
+@triton.jit
 def attend_kept(
-    q_tile, k_pool, v_pool, base, table_row, kept_line, start, end, d, d_ok, pool_page, pool_token, scale, cap, live,
-    bias, bias_m, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page, pool_token,
+    scale, cap, live, bias, bias_m, WRITES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD])."""
+    """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD]). entries: what
+    `first_entries` has loaded. STAGES 1: no row has more than BK.
+
+    With WRITES the row's own key is stored before any is read, but after everything else has been asked for.
+    """
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     e = tl.arange(0, BK)
-    for e0 in tl.range(start, end, BK, num_stages=STAGES):
+    n, n_next = entries
+    n, n_next = tl.where(start + e < end, n, 0), tl.where(start + BK + e < end, n_next, 0)
+    at = key_place(base, page_of(table_row, n, PAGE), n, PAGE, pool_page, pool_token)
+    if WRITES:
+        store_own(own_key, D, BD)
+        tl.debug_barrier()
+    for e0 in tl.range(start, end, BK, num_stages=max(2, STAGES)):
         ok = e0 + e < end
-        n = tl.load(kept_line + e0 + e, mask=ok, other=0)
-        page = page_of(table_row, n, ok, PAGE)
-        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BK, BD]
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        if STAGES > 1:  # entries are loaded two steps ahead, their pages one: the loads of keys wait for neither
+            at_next = key_place(base, page_of(table_row, n_next, PAGE), n_next, PAGE, pool_page, pool_token)
+            n_next = tl.load(kept_line + tl.minimum(e0 + 2 * BK + e, end - 1))
+        k = load_keys(k_pool, at, ok, d, d_ok)  # [BK, BD]
+        v = load_keys(v_pool, at, ok, d, d_ok)
         s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
         if HAS_CAP:
             s = soft_cap(s, cap)
         if HAS_BIAS:
+            n = tl.load(kept_line + tl.minimum(e0 + e, end - 1))
             s = add_bias(s, bias, bias_m, n, live[:, None] & ok[None, :])
         m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, m, 0, BM, PRECISION)
+        if STAGES > 1:
+            at = at_next
     return m, l, acc
 
 
@@ -100,19 +132,20 @@ def store_part(
 
 @triton.jit
 def attend_span(
-    q_tile, k_pool, v_pool, base, table_row, start, end, keys, unit, first_m, length_m, at_m, own, d, d_ok, pool_page,
-    pool_token, scale, cap, quantile, scores, line_m, part_acc, part_m, part_l, guess_acc, guess_stats, row, head0,
-    width, captured, bias, bias_m,
-    GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    q_tile, k_pool, v_pool, base, table_row, start, end, keys, own_key, unit, first_m, length_m, at_m, own, d, d_ok,
+    pool_page, pool_token, scale, cap, quantile, scores, line_m, part_acc, part_m, part_l, guess_acc, guess_stats, row,
+    head0, width, captured, bias, bias_m,
+    WRITES: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SLOTS: tl.constexpr, SPAN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys start .. end - 1, units of `keys` keys from number `unit` on, in one pipeline of loads.
 
     Units are merged two by two; each pair but the last is left for the merge as it ends. Returns the number of the last
     unit and the last pair, or unit where SPAN is 1: (unit, m [BM], l [BM], acc [BM, BD]). Where `captured`, scores of
-    the rows with line_m [BM] >= 0 are kept, and each unit's sums over the keys above guessed cuts.
+    the rows with line_m [BM] >= 0 are kept, and each unit's sums over the keys above guessed cuts. WRITES: as in
+    `attend_kept`.
     """
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -123,13 +156,17 @@ def attend_span(
     offset = tl.arange(0, BN)
     unit_start = start
     # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
-    page = page_of(table_row, start + offset, start + offset < end, PAGE)
+    page = page_of(table_row, tl.minimum(start + offset, end - 1), PAGE)
+    if WRITES:
+        store_own(own_key, D, BD)
+        tl.debug_barrier()
     for n0 in tl.range(start, end, BN, num_stages=STAGES):
         n = n0 + offset
         ok = n < end
-        page_next = page_of(table_row, n + BN, n + BN < end, PAGE)
-        k = load_keys(k_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)  # [BN, BD]
-        v = load_keys(v_pool, base, page, n, ok, d, d_ok, PAGE, pool_page, pool_token)
+        page_next = page_of(table_row, tl.minimum(n + BN, end - 1), PAGE)
+        at = key_place(base, page, n, PAGE, pool_page, pool_token)
+        k = load_keys(k_pool, at, ok, d, d_ok)  # [BN, BD]
+        v = load_keys(v_pool, at, ok, d, d_ok)
         s, seen = score(q_tile, k, n, end, first_m, length_m, scale, cap, HAS_CAP, HAS_WINDOW, PRECISION)
         if HAS_BIAS:
             s = add_bias(s, bias, bias_m, n, seen)

@@ -29,15 +29,20 @@ def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.
 
 
 @triton.jit
-def page_of(table_row, n, ok, PAGE: tl.constexpr):
-    """int32 [BN]: pages of the keys n [BN]; page 0 for entries that are not `ok`."""
-    return tl.load(table_row + n // PAGE, mask=ok, other=0)
+def page_of(table_row, n, PAGE: tl.constexpr):
+    """int32 [BN]: pages of the keys n [BN], all of which the table has: loads with a mask would wait for each other."""
+    return tl.load(table_row + n // PAGE)
 
 
 @triton.jit
-def load_keys(pool, base, page, n, ok, d, d_ok, PAGE: tl.constexpr, pool_page, pool_token):
-    """Rows n of one plane of a pool: [BN, BD], zeros where not `ok`. `base` is one head's place, or one per key."""
-    at = base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token  # int64 [BN]
+def key_place(base, page, n, PAGE: tl.constexpr, pool_page, pool_token):
+    """int64 [BN]: where in a pool the keys n [BN] of one head begin. base: the head's place in page 0."""
+    return base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token
+
+
+@triton.jit
+def load_keys(pool, at, ok, d, d_ok):
+    """What begins at the places `at` [BN] of a pool: [BN, BD], zeros where not `ok`."""
     mask = ok[:, None] & d_ok[None, :]
     return tl.load(pool + at[:, None] + d[None, :], mask=mask, other=0.0)
 

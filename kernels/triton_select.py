@@ -25,6 +25,7 @@ from .triton_parts import (
     HIGHEST,
     LOG2E,
     LOWEST,
+    key_place,
     load_keys,
     page_of,
     scatter,
@@ -65,7 +66,7 @@ def list_unit(
         mine = tl.gather(guess, tl.minimum(n // unit, SLOTS - 1), 0) if SLOTS > 0 else guess
         guessed = key >= mine
         wrong = retained != guessed
-        page = page_of(table_row, n, wrong, PAGE)  # asked for before the scan
+        page = page_of(table_row, tl.minimum(n, end - 1), PAGE)  # asked for before the scan
         marks = retained.to(tl.int32) + wrong.to(tl.int32) * FIX
         both = tl.cumsum(marks, 0)  # two counts in one scan
         place = above + (both & (FIX - 1)) - 1
@@ -100,8 +101,8 @@ def sum_listed(
         tl.debug_barrier()  # or values are asked for before the entries of the next block are
         for i in tl.static_range(AHEAD):
             ok = first + i * BN + offset < entries
-            page = places[i] // PAGE
-            vs += (load_keys(v_pool, base, page, places[i], ok, d, d_ok, PAGE, pool_page, pool_token),)
+            at = key_place(base, places[i] // PAGE, places[i], PAGE, pool_page, pool_token)
+            vs += (load_keys(v_pool, at, ok, d, d_ok),)
         for i in tl.static_range(AHEAD):
             acc = tl.fma(vs[i].to(tl.float32), ws[i][:, None], acc)
             weights += ws[i]

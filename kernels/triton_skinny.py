@@ -140,45 +140,73 @@ def halves(y, BN: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN: tl.constexpr, BM: tl.constexpr,
-                  HALF: tl.constexpr):  # fmt: skip
-    """Rotate pairs of the first TURNED columns, and store all. cos, sin: [rows, 2 HALF].
-
-    Which of the two products a sum rounds is written out: left to the compiler it depends on the tile's layout.
-    """
-    a, b = halves(y, BN, BM)
-    first = n + n // HALF * HALF
-    j = (n % HALF)[:, None]
-    turn = ok & (first < TURNED)[:, None]
-    cos_a = tl.load(cos + at_m * c_m + j, mask=turn, other=1.0).to(tl.float32)
-    cos_b = tl.load(cos + at_m * c_m + j + HALF, mask=turn, other=1.0).to(tl.float32)
-    sin_a = tl.load(sin + at_m * s_m + j, mask=turn, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + at_m * s_m + j + HALF, mask=turn, other=0.0).to(tl.float32)
-    at = out + at_m * o_m + first[:, None]
-    tl.store(at, tl.fma(a, cos_a, -(b * sin_a)).to(out.dtype.element_ty), mask=ok)
-    tl.store(at + HALF, tl.fma(b, cos_b, a * sin_b).to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
-           HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
-           BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Epilogue and store of the sums y [ROWS, BM]."""
+def load_rest(tile, N, M, bias, residual, cos, sin, r_m, c_m, s_m, TURNED,
+              HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
+              ROWS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """What `finish` needs besides the sums, asked for before those are made: (bias, residual, angles)."""
     n = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     ok = (n < N)[:, None] & (m < M)[None, :]
     at_m = m.to(tl.int64)[None, :]
+    offsets, added, angles = (), (), ()
     if HAS_BIAS:
-        line, column = weight_line(tile, tl.arange(0, y.shape[0]), N, BN, GATED, HALF)
-        y += tl.load(bias + line, mask=column < N, other=0.0).to(tl.float32)[:, None]
+        line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED, HALF)
+        offsets = (tl.load(bias + line, mask=column < N, other=0.0),)
+    if ADDS:
+        added = (tl.load(residual + at_m * r_m + n[:, None], mask=ok, other=0.0),)
     if HALF > 0:
-        store_rotated(y, n, at_m, ok, cos, sin, out, c_m, s_m, o_m, TURNED, BN, BM, HALF)
+        j = (n % HALF)[:, None]
+        turn = ok & (first_of_pair(n, HALF) < TURNED)[:, None]
+        cos_at, sin_at = cos + at_m * c_m + j, sin + at_m * s_m + j
+        angles = (
+            tl.load(cos_at, mask=turn, other=1.0),
+            tl.load(cos_at + HALF, mask=turn, other=1.0),
+            tl.load(sin_at, mask=turn, other=0.0),
+            tl.load(sin_at + HALF, mask=turn, other=0.0),
+        )
+    return offsets, added, angles
+
+
+@triton.jit
+def first_of_pair(n, HALF: tl.constexpr):
+    """The columns of the first elements of the pairs n, those of all heads counted; the second are HALF behind."""
+    return n + n // HALF * HALF
+
+
+@triton.jit
+def store_rotated(y, first, at_m, ok, angles, out, o_m, BN: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr):
+    """Rotate pairs by their angles (cosines of both elements, sines of both), and store them.
+
+    Which of the two products a sum rounds is written out: left to the compiler it depends on the tile's layout.
+    """
+    a, b = halves(y, BN, BM)
+    cos_a, cos_b, sin_a, sin_b = angles
+    at = out + at_m * o_m + first[:, None]
+    turned_a = tl.fma(a, cos_a.to(tl.float32), -(b * sin_a.to(tl.float32)))
+    turned_b = tl.fma(b, cos_b.to(tl.float32), a * sin_b.to(tl.float32))
+    tl.store(at, turned_a.to(out.dtype.element_ty), mask=ok)
+    tl.store(at + HALF, turned_b.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def finish(y, rest, tile, N, M, out, o_m, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+           HALF: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """Epilogue and store of the sums y [ROWS, BM]. rest: what `load_rest` has loaded."""
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    ok = (n < N)[:, None] & (m < M)[None, :]
+    at_m = m.to(tl.int64)[None, :]
+    offsets, added, angles = rest
+    if HAS_BIAS:
+        y += offsets[0].to(tl.float32)[:, None]
+    if HALF > 0:
+        store_rotated(y, first_of_pair(n, HALF), at_m, ok, angles, out, o_m, BN, BM, HALF)
     else:
         if GATED:
             gate, up = halves(y, BN, BM)
             y = gate / (1.0 + tl.exp(-gate)) * up
         if ADDS:
-            y += tl.load(residual + at_m * r_m + n[:, None], mask=ok, other=0.0).to(tl.float32)
+            y += added[0].to(tl.float32)
         tl.store(out + at_m * o_m + n[:, None], y.to(out.dtype.element_ty), mask=ok)
 
 
@@ -212,6 +240,8 @@ def skinny_kernel(
     line, column = weight_at(tile, tl.arange(0, ROWS), N, w_n, w_up, BN, GATED, HALF)
     m = tl.arange(0, BM)
     c = tl.arange(0, COLUMNS)
+    rest = load_rest(tile, N, M, bias, residual, cos, sin, r_m, c_m, s_m, TURNED,
+                     HAS_BIAS, ADDS, GATED, HALF, ROWS, BN, BM)  # fmt: skip
     if GIVEN:
         square = tl.load(sums + m, mask=m < M, other=0.0)
     if SLICES == 1:
@@ -249,8 +279,7 @@ def skinny_kernel(
     if SPLITS == 1:
         if NORM:
             y *= tl.rsqrt(square * share + eps)[None, :]
-        finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
-               HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip
+        finish(y, rest, tile, N, M, out, o_m, HAS_BIAS, ADDS, GATED, HALF, BN, BM)
     else:
         at = tl.arange(0, ROWS)[:, None] * BM + m[None, :]
         PART: tl.constexpr = (ROWS + 1) * BM if SQUARES else ROWS * BM
@@ -272,5 +301,4 @@ def skinny_kernel(
                     square += tl.load(mine + other * PART + ROWS * BM + m, cache_modifier=".cg")
             if NORM:
                 y *= tl.rsqrt(square * share + eps)[None, :]
-            finish(y, tile, N, M, bias, residual, out, cos, sin, r_m, o_m, c_m, s_m, TURNED,
-                   HAS_BIAS, ADDS, GATED, HALF, BN, BM)  # fmt: skip
+            finish(y, rest, tile, N, M, out, o_m, HAS_BIAS, ADDS, GATED, HALF, BN, BM)

@@ -95,6 +95,10 @@ class Tiles:
         largest = max(self.min_unit, self.block * cdiv(cdiv(keys, self.max_units), self.block))
         return largest, min(self.max_units, cdiv(keys, self.min_unit))
 
+    def one_size(self, capacity: int, block: int) -> bool:
+        """Whether units of retained keys have `min_kept` keys in every row that retains up to `capacity`."""
+        return block * cdiv(cdiv(capacity, self.max_kept), block) <= self.min_kept
+
     def consuming(self, capacity: int) -> tuple[int, int, int]:
         """(keys of a step, stages, programs that are to share a multiprocessor, 0 for as many as fit) where rows retain
         up to `capacity` keys.
