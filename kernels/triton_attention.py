@@ -96,8 +96,9 @@ def emit(
             tl.store(stats + at * 2 + 1, l, mask=ok)
     if HAS_GATE:
         where_gate = (rows * gate_t + heads * gate_h)[:, None] + d[None, :] * gate_d
-        seen = both & (l[:, None] > 0)  # a row that sees nothing stays zero, whatever its gate
-        result *= tl.sigmoid(tl.load(gate + where_gate, mask=seen, other=0.0).to(tl.float32))
+        factor = tl.load(gate + where_gate, mask=both, other=0.0).to(tl.float32)
+        # A row that sees nothing stays zero, whatever its gate.
+        result *= tl.sigmoid(tl.where(l[:, None] > 0, factor, 0.0))
     tl.store(out + at[:, None] * D + d[None, :], result, mask=both)
 
 
@@ -115,7 +116,8 @@ def attention_kernel(
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr, KEPT_STAGES: tl.constexpr, PRECISION: tl.constexpr, SPAN: tl.constexpr,
     MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, MIN_KEPT: tl.constexpr, MAX_KEPT: tl.constexpr,
-    FIXED_KEPT: tl.constexpr, SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    FIXED_KEPT: tl.constexpr, SLOTS: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of heads, spans of units, tiles of rows). Heads come first, so that programs which run at the
     same time read the same pages. A mixed launch has a program per query head: a dense row uses the first few.
@@ -218,9 +220,9 @@ def attention_kernel(
         unit = span * SPAN
         if kept:
             m, l, acc = attend_kept(
-                q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page, pool_token,
-                scale, cap, live, bias, bias_m, FUSE_WRITE, HAS_CAP, HAS_BIAS, PAGE, BM, BK, D, BD, KEPT_STAGES,
-                PRECISION,
+                q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page,
+                pool_token, scale, cap, live, bias, bias_m, FUSE_WRITE, HAS_CAP, HAS_BIAS, PAGE, BM, BK, D, BD,
+                KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
             unit, m, l, acc = attend_span(
@@ -257,4 +259,5 @@ def attention_kernel(
                         l_1 += sink_weight(sink, row * sink_t + head * sink_h, m_1, True)
                     result = tl.where(l_1 > 0, acc_1 / l_1, 0.0)[None, :]  # [1, BD]
                     emit(result, one + m_1, one + l_1, row + one, head + one, one == 0, d, d_ok, out,
-                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, o_ref, stats, site, sites, reference, kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip
+                         gate, gate_t, gate_h, gate_d, HAS_GATE, row_slot, o_ref, stats, site, sites, reference,
+                         kept, captured, REFERS, CAPTURES, HEADS, D)  # fmt: skip

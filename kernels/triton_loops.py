@@ -9,7 +9,19 @@ import triton
 import triton.language as tl
 
 from .triton_guesses import HALF, guess_cuts, store_guesses
-from .triton_parts import LOG2E, finite_or_zero, key_place, load_keys, merge_pair, page_of, product, score, soft_cap
+from .triton_parts import (
+    LOG2E,
+    finite_or_zero,
+    key_place,
+    load_keys,
+    merge_pair,
+    page_of,
+    place_of,
+    product,
+    score,
+    soft_cap,
+    unsigned,
+)
 
 STORE_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }"
@@ -96,15 +108,17 @@ def attend_kept(
     e = tl.arange(0, BK)
     n, n_next = entries
     n, n_next = tl.where(start + e < end, n, 0), tl.where(start + BK + e < end, n_next, 0)
-    at = key_place(base, page_of(table_row, n, PAGE), n, PAGE, pool_page, pool_token)
+    place = place_of(page_of(table_row, n, PAGE), n, PAGE)
     if WRITES:
         store_own(own_key, D, BD)
         tl.debug_barrier()
     for e0 in tl.range(start, end, BK, num_stages=max(2, STAGES)):
         ok = e0 + e < end
-        if STAGES > 1:  # entries are loaded two steps ahead, their pages one: the loads of keys wait for neither
-            at_next = key_place(base, page_of(table_row, n_next, PAGE), n_next, PAGE, pool_page, pool_token)
+        if STAGES > 1:
+            # Entries are loaded two steps ahead, their pages one: the loads of keys wait for neither.
+            place_next = place_of(page_of(table_row, n_next, PAGE), n_next, PAGE)
             n_next = tl.load(kept_line + tl.minimum(e0 + 2 * BK + e, end - 1))
+        at = key_place(base, unsigned(place) // PAGE, place, PAGE, pool_page, pool_token)
         k = load_keys(k_pool, at, ok, d, d_ok)  # [BK, BD]
         v = load_keys(v_pool, at, ok, d, d_ok)
         s = product(q_tile, tl.trans(k), PRECISION) * scale  # [BM, BK]
@@ -115,7 +129,7 @@ def attend_kept(
             s = add_bias(s, bias, bias_m, n, live[:, None] & ok[None, :])
         m, l, acc = online_softmax(tl.where(ok[None, :], s, float("-inf")), m, l, acc, v, m, 0, BM, PRECISION)
         if STAGES > 1:
-            at = at_next
+            place = place_next
     return m, l, acc
 
 

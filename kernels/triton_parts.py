@@ -29,15 +29,27 @@ def unit_size(length, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, STEP: tl.
 
 
 @triton.jit
+def unsigned(n):
+    """Positions as what they are: dividing numbers that might be negative takes four times the instructions."""
+    return n.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def page_of(table_row, n, PAGE: tl.constexpr):
     """int32 [BN]: pages of the keys n [BN], all of which the table has: loads with a mask would wait for each other."""
-    return tl.load(table_row + n // PAGE)
+    return tl.load(table_row + unsigned(n) // PAGE)
+
+
+@triton.jit
+def place_of(page, n, PAGE: tl.constexpr):
+    """int32 [BN]: the keys n [BN] counted by pages as they lie in a pool, which tells page and place in it."""
+    return page * PAGE + (unsigned(n) % PAGE).to(tl.int32)
 
 
 @triton.jit
 def key_place(base, page, n, PAGE: tl.constexpr, pool_page, pool_token):
     """int64 [BN]: where in a pool the keys n [BN] of one head begin. base: the head's place in page 0."""
-    return base + page.to(tl.int64) * pool_page + (n % PAGE) * pool_token
+    return base + page.to(tl.int64) * pool_page + (unsigned(n) % PAGE).to(tl.int32) * pool_token
 
 
 @triton.jit

@@ -28,11 +28,13 @@ from .triton_parts import (
     key_place,
     load_keys,
     page_of,
+    place_of,
     scatter,
     sortable,
     start_early,
     tree_sum,
     unit_size,
+    unsigned,
     unsortable,
 )
 
@@ -75,7 +77,7 @@ def list_unit(
         wrong = wrong & (place < limit)
         w = tl.exp2((unsortable(key) - maximum) * LOG2E)
         scatter(weight_line + place, tl.where(guessed, -w, w), wrong, ASSEMBLY)
-        scatter(fix_line + place, page * PAGE + n % PAGE, wrong, ASSEMBLY)
+        scatter(fix_line + place, place_of(page, n, PAGE), wrong, ASSEMBLY)
         total = tl.sum(marks, 0)
         above += total & (FIX - 1)
         fixes += total >> 16
@@ -101,7 +103,7 @@ def sum_listed(
         tl.debug_barrier()  # or values are asked for before the entries of the next block are
         for i in tl.static_range(AHEAD):
             ok = first + i * BN + offset < entries
-            at = key_place(base, places[i] // PAGE, places[i], PAGE, pool_page, pool_token)
+            at = key_place(base, unsigned(places[i]) // PAGE, places[i], PAGE, pool_page, pool_token)
             vs += (load_keys(v_pool, at, ok, d, d_ok),)
         for i in tl.static_range(AHEAD):
             acc = tl.fma(vs[i].to(tl.float32), ws[i][:, None], acc)

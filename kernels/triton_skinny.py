@@ -174,7 +174,9 @@ def first_of_pair(n, HALF: tl.constexpr):
 
 
 @triton.jit
-def store_rotated(y, first, at_m, ok, angles, out, o_m, BN: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr):
+def store_rotated(
+    y, first, at_m, ok, angles, out, o_m, BN: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr
+):
     """Rotate pairs by their angles (cosines of both elements, sines of both), and store them.
 
     Which of the two products a sum rounds is written out: left to the compiler it depends on the tile's layout.

@@ -33,7 +33,7 @@ from sparse_compile.kernels.skinny_tuning import Product, default_tiles
 HOPPER = GPUTarget("cuda", 90, 32)
 ON_GPU = {"ASSEMBLY": True, "PDL": True, "UPCAST": False}
 compiled: set[tuple[Any, ...]] = set()
-assembly: list[str] = []
+assembly: list[tuple[str, str]] = []  # names of kernels, and what they became
 _run = JITFunction.run
 
 
@@ -47,7 +47,7 @@ def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
     if key not in compiled:
         compiled.add(key)
         made = _run(kernel, *args, grid=grid, warmup=True, launch_pdl=True, **options)
-        assembly.append(made.asm["ptx"])
+        assembly.append((kernel.fn.__name__, made.asm["ptx"]))
 
 
 def pretend() -> None:
@@ -129,7 +129,13 @@ def main() -> None:
             failed[name] = ""
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[-600:]}"
-    made = {"kernels": len(compiled), "asking": sum("prefetch.global.L2" in one for one in assembly)}
+    attention = [ptx for name, ptx in assembly if name == "attention_kernel"]
+    made = {
+        "kernels": len(compiled),
+        "asking": sum("prefetch.global.L2" in ptx for _, ptx in assembly),
+        "attention": len(attention),
+        "copying": sum("cp.async.cg.shared.global" in ptx for ptx in attention),
+    }
     json.dump({"triton": triton.__version__, **made, "failed": failed}, sys.stdout)
 
 
