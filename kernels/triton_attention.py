@@ -207,14 +207,16 @@ def attention_kernel(
     entries = ()
     if REFERS:  # how many there are need not be known
         entries = first_entries(kept_line, start, capacity, kept, BK)
+    # The row's own key is its last visible one: the last program alone reads it, and stores it first.
+    own_key = (k_pool + own_at, v_pool + own_at, own_k, own_v, (length > 0) & (end == total)) if FUSE_WRITE else ()
     if total == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
+            if FUSE_WRITE:
+                store_own(own_key, D, BD)
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
-        # The row's own key is its last visible one: the last program alone reads it, and stores it first.
-        own_key = (k_pool + own_at, v_pool + own_at, own_k, own_v, end == total) if FUSE_WRITE else ()
         bias_m = rows * bias_t + heads * bias_h
         line_m = tl.where(own, ((at_m - at_0) * scores_s).to(tl.int32), -1)
         unit = span * SPAN

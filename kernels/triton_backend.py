@@ -203,7 +203,7 @@ def _attend(
         BM=next_power_of_2(max(16, group * a.group)), BN=tiles.block, BK=kept_block,
         BD=scratch.width, STAGES=stages, KEPT_STAGES=kept_stages, PRECISION=_precision(a.q),
         SPAN=span, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, MIN_KEPT=tiles.min_kept,
-        MAX_KEPT=tiles.max_kept, FIXED_KEPT=tiles.one_size(s.capacity, kept_block), SLOTS=scratch.units,
+        MAX_KEPT=tiles.max_kept, FIXED_KEPT=per_head and tiles.one_size(s.capacity, kept_block), SLOTS=scratch.units,
         GUESSES=scratch.guesses, COPIES=scratch.copies,
         ASSEMBLY=a.q.device.type == "cuda", PDL=(pdl := starts_early(a.q.device)),
         num_warps=tiles.warps, **_early(pdl and not waited),

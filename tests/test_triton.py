@@ -160,14 +160,19 @@ def test_padding_touches_the_dummy_only(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_empty_slot_gives_nan_not_numbers(device: str) -> None:
+    """The row's own key is written all the same."""
     case = build(Shape(((20, 1),), heads=(2, 2), dtype=torch.float32, device=device, gated=True))
     case.store["count"].zero_()
+    written = case.copy()
     from sparse_compile.kernels import triton_backend
 
     attention = replace(case.attention, k=case.k, v=case.v, query_rows=1)
     out = torch.zeros_like(case.q)
     triton_backend.consume(attention, case.store_view, out)
     assert bool(out.isnan().all())
+    call(written, "dense", "batched")
+    for name, pool in case.pool.items():
+        assert torch.equal(pool.nan_to_num(7.0), written.pool[name].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
