@@ -1,6 +1,6 @@
 """The file that holds what was measured for products of a few rows: `$SPARSE_COMPILE_CACHE/skinny.json`.
 
-    {"format": 5, "entries": {
+    {"format": 6, "entries": {
       "NVIDIA H200 | triton 3.6.0 | linear 6144x2048 torch.bfloat16 | 8 rows": {
         "tiles": {"lines": 16, ...},    null where the library serves the product
         "winner": "ours",               or "cublas" or "inductor": the fastest of all that were measured
@@ -21,7 +21,7 @@ from typing import Any
 
 from .skinny_tuning import Tiles
 
-FORMAT = 5  # of the file, and of the kernel and the tiles whose times it holds
+FORMAT = 6  # of the file, and of the kernel and the tiles whose times it holds
 
 
 @dataclass(frozen=True)
