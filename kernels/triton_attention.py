@@ -208,7 +208,9 @@ def attention_kernel(
     if REFERS:  # how many there are need not be known
         entries = first_entries(kept_line, start, capacity, kept, BK)
     # The row's own key is its last visible one: the last program alone reads it, and stores it first.
-    own_key = (k_pool + own_at, v_pool + own_at, own_k, own_v, (length > 0) & (end == total)) if FUSE_WRITE else ()
+    own_key = ()
+    if FUSE_WRITE:
+        own_key = (k_pool + own_at, v_pool + own_at, own_k, own_v, (length > 0) & (end == total))
     if total == 0:
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
