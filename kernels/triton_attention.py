@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .triton_guesses import HALF
 from .triton_loops import attend_kept, attend_span, first_entries, store_own, store_part
-from .triton_parts import LOG2E, finite_or_zero, key_place, merge_units, start_early, unit_size
+from .triton_parts import LOG2E, finite_or_zero, key_place, merge_units, page_of, start_early, unit_size
 
 MODE_DENSE = 0
 MODE_CAPTURE = 1
@@ -41,18 +41,18 @@ def write_kernel(
     seq = tl.load(row_seq + row).to(tl.int64)
     position = tl.load(row_position + row)
     base = (plane + plane_stride * tl.load(row_loop + row)).to(tl.int64) * pool_plane + head * pool_head
-    key, value = load_own(k_new, v_new, row, head, True, k_t, k_h, v_t, v_h, D, BD)
-    page = tl.load(table + seq * table_s + position // PAGE)
+    d = tl.arange(0, BD)
+    key, value = load_own(k_new, v_new, row, head, True, k_t, k_h, v_t, v_h, d, d < D)
+    page = page_of(table + seq * table_s, position, PAGE)
     at = key_place(base, page, position, PAGE, pool_page, pool_token)
-    store_own((k_pool + at, v_pool + at, key, value, True), D, BD)
+    store_own((k_pool + at, v_pool + at, key, value, True), d, d < D)
 
 
 @triton.jit
-def load_own(k_new, v_new, row, head, wanted, k_t, k_h, v_t, v_h, D: tl.constexpr, BD: tl.constexpr):
+def load_own(k_new, v_new, row, head, wanted, k_t, k_h, v_t, v_h, d, d_ok):
     """The row's own key and value of one head, if `wanted`: [BD] each."""
-    d = tl.arange(0, BD)
-    key = tl.load(k_new + row * k_t + head * k_h + d, mask=(d < D) & wanted)
-    return key, tl.load(v_new + row * v_t + head * v_h + d, mask=(d < D) & wanted)
+    key = tl.load(k_new + row * k_t + head * k_h + d, mask=d_ok & wanted)
+    return key, tl.load(v_new + row * v_t + head * v_h + d, mask=d_ok & wanted)
 
 
 @triton.jit
@@ -147,11 +147,11 @@ def attention_kernel(
     # its queries (see `triton_guesses`), of which the first one of each head is its own.
     head0 = column * width
     kv0 = head0 // G
-    if FUSE_WRITE:
-        own_k, own_v = load_own(k_new, v_new, row0, kv0, head0 < HEADS, k_t, k_h, v_t, v_h, D, BD)
     mi = tl.arange(0, BM)
     d = tl.arange(0, BD)
     d_ok = d < D
+    if FUSE_WRITE:
+        own_k, own_v = load_own(k_new, v_new, row0, kv0, head0 < HEADS, k_t, k_h, v_t, v_h, d, d_ok)
     if GUESSES > 0:
         rows = row0 + mi * 0
         heads = head0 + mi % HALF // COPIES
@@ -186,7 +186,7 @@ def attention_kernel(
     base = (plane + plane_stride * loop).to(tl.int64) * pool_plane + kv0 * pool_head
     own_at = base
     if FUSE_WRITE:
-        page = tl.load(table_row + position // PAGE, mask=length > 0, other=0)
+        page = page_of(table_row, tl.where(length > 0, position, 0), PAGE)
         own_at = key_place(base, page, position, PAGE, pool_page, pool_token)
     REFERS: tl.constexpr = MODE == _CONSUME or MODE == _MIXED
     reference = ()
@@ -215,7 +215,7 @@ def attention_kernel(
         # Nothing to attend to: zeros. A consume of an empty slot has no answer, and must not look like one.
         if span == 0:
             if FUSE_WRITE:
-                store_own(own_key, D, BD)
+                store_own(own_key, d, d_ok)
             empty = tl.zeros([BM, BD], tl.float32) + tl.where((length > 0) & kept, float("nan"), 0.0)
             tl.store(out + at_m[:, None] * D + d[None, :], empty, mask=own[:, None] & d_ok[None, :])
     elif start < total:
@@ -225,7 +225,7 @@ def attention_kernel(
         if kept:
             m, l, acc = attend_kept(
                 q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page,
-                pool_token, scale, cap, live, bias, bias_m, FUSE_WRITE, HAS_CAP, HAS_BIAS, PAGE, BM, BK, D, BD,
+                pool_token, scale, cap, live, bias, bias_m, FUSE_WRITE, HAS_CAP, HAS_BIAS, PAGE, BM, BK, BD,
                 KEPT_STAGES, PRECISION,
             )  # fmt: skip
         else:
@@ -233,7 +233,7 @@ def attention_kernel(
                 q_tile, k_pool, v_pool, base, table_row, start + first, end + first, keys, own_key, unit, first_m,
                 length_m, at_m, own, d, d_ok, pool_page, pool_token, scale, cap, quantile, scores + at_0 * scores_s,
                 line_m, part_acc, part_m, part_l, guess_acc, guess_stats, row0, head0, width, captured, bias, bias_m,
-                FUSE_WRITE, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN, D,
+                FUSE_WRITE, GUESSES, COPIES, HAS_CAP, HAS_WINDOW, HAS_BIAS, CAPTURES, ASSEMBLY, HEADS, PAGE, BM, BN,
                 BD, STAGES, PRECISION, SLOTS, SPAN,
             )  # fmt: skip
         units = tl.cdiv(total, keys)

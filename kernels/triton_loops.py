@@ -74,12 +74,11 @@ def store_scores(scores, line, n, s, wanted, ASSEMBLY: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def store_own(own_key, D: tl.constexpr, BD: tl.constexpr):
+def store_own(own_key, d, d_ok):
     """Store a row's own key and value. own_key: two pointers into the pools, what goes there [BD], and whether."""
     k_to, v_to, key, value, wanted = own_key
-    d = tl.arange(0, BD)
-    tl.store(k_to + d, key, mask=(d < D) & wanted)
-    tl.store(v_to + d, value, mask=(d < D) & wanted)
+    tl.store(k_to + d, key, mask=d_ok & wanted)
+    tl.store(v_to + d, value, mask=d_ok & wanted)
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def first_entries(kept_line, start, capacity, wanted, BK: tl.constexpr):
 def attend_kept(
     q_tile, k_pool, v_pool, base, table_row, kept_line, entries, start, end, own_key, d, d_ok, pool_page, pool_token,
     scale, cap, live, bias, bias_m, WRITES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over entries start .. end - 1 of a retained list: (m [BM], l [BM], acc [BM, BD]). entries: what
@@ -110,7 +109,7 @@ def attend_kept(
     n, n_next = tl.where(start + e < end, n, 0), tl.where(start + BK + e < end, n_next, 0)
     place = place_of(page_of(table_row, n, PAGE), n, PAGE)
     if WRITES:
-        store_own(own_key, D, BD)
+        store_own(own_key, d, d_ok)
         tl.debug_barrier()
     for e0 in tl.range(start, end, BK, num_stages=max(2, STAGES)):
         ok = e0 + e < end
@@ -151,8 +150,8 @@ def attend_span(
     head0, width, captured, bias, bias_m,
     WRITES: tl.constexpr, GUESSES: tl.constexpr, COPIES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, CAPTURES: tl.constexpr, ASSEMBLY: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, SLOTS: tl.constexpr, SPAN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys start .. end - 1, units of `keys` keys from number `unit` on, in one pipeline of loads.
 
@@ -172,7 +171,7 @@ def attend_span(
     # Pages of the next step are loaded one step ahead: the loads of keys never wait for them.
     page = page_of(table_row, tl.minimum(start + offset, end - 1), PAGE)
     if WRITES:
-        store_own(own_key, D, BD)
+        store_own(own_key, d, d_ok)
         tl.debug_barrier()
     for n0 in tl.range(start, end, BN, num_stages=STAGES):
         n = n0 + offset

@@ -140,14 +140,19 @@ def halves(y, BN: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def result_places(tile, N, M, BN: tl.constexpr, BM: tl.constexpr):
+    """Columns [BN] and rows [1, BM] of a tile of the result, and which places [BN, BM] the result has."""
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    return n, m.to(tl.int64)[None, :], (n < N)[:, None] & (m < M)[None, :]
+
+
+@triton.jit
 def load_rest(tile, N, M, bias, residual, cos, sin, r_m, c_m, s_m, TURNED,
               HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
               ROWS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """What `finish` needs besides the sums, asked for before those are made: (bias, residual, angles)."""
-    n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
-    ok = (n < N)[:, None] & (m < M)[None, :]
-    at_m = m.to(tl.int64)[None, :]
+    n, at_m, ok = result_places(tile, N, M, BN, BM)
     offsets, added, angles = (), (), ()
     if HAS_BIAS:
         line, column = weight_line(tile, tl.arange(0, ROWS), N, BN, GATED, HALF)
@@ -194,10 +199,7 @@ def store_rotated(
 def finish(y, rest, tile, N, M, out, o_m, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
            HALF: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Epilogue and store of the sums y [ROWS, BM]. rest: what `load_rest` has loaded."""
-    n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
-    ok = (n < N)[:, None] & (m < M)[None, :]
-    at_m = m.to(tl.int64)[None, :]
+    n, at_m, ok = result_places(tile, N, M, BN, BM)
     offsets, added, angles = rest
     if HAS_BIAS:
         y += offsets[0].to(tl.float32)[:, None]
