@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-Stream = Literal["main", "selection"]
-_counters: dict[tuple[torch.device, Stream], list[Tensor]] = {}
+from .beside import LANES
+
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
-def arrivals(device: torch.device, count: int, stream: Stream = "main") -> Tensor:
+def arrivals(device: torch.device, count: int, lane: int = 0) -> Tensor:
     """int32 counters, all zero between launches: every kernel that counts arrivals sets back what it used.
 
-    One set per device and stream, so kernels that share a set must follow each other. Buffers that were outgrown stay
-    alive, since a CUDA graph may hold their address. While a graph is captured none can be made: the
-    zeros would only be written when it is replayed.
+    One set per device and lane (`beside`; 0 is the stream of the step), so kernels that share a set must follow each
+    other. Buffers that were outgrown stay alive, since a CUDA graph may hold their address. While a graph is captured
+    none can be made: the zeros would only be written when it is replayed.
     """
-    buffers = _counters.setdefault((device, stream), [])
+    buffers = _counters.setdefault((device, lane), [])
     if not buffers or buffers[-1].shape[0] < count:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -32,5 +31,5 @@ def arrivals(device: torch.device, count: int, stream: Stream = "main") -> Tenso
 
 def reserve(device: torch.device, count: int) -> None:
     """Make `count` counters of every set now: what is first made within a CUDA graph's memory pool could not stay."""
-    for stream in get_args(Stream):
-        arrivals(device, count, stream)
+    for lane in range(LANES + 1):
+        arrivals(device, count, lane)

@@ -1,9 +1,10 @@
-"""A second stream, on which a capture's selection runs beside the layers that follow.
+"""Streams of their own, on which what captures select is worked out beside the layers that follow.
 
 What a capture selects is not read before the same site consumes, a loop later, while the selection itself is a few
-small kernels that leave most of the GPU idle. Inside `beside` they are launched on a stream of their own, one after the
-other. A consume waits for what its own site selected, if nobody has, and the block's end for everything. Bits do not
-change. A CUDA graph that captures the whole block has the selections as a branch.
+small kernels, one behind the other, that leave most of the GPU idle. Inside `beside` selections are launched on `LANES`
+streams in turn, so that as many of them may run at a time. A consume waits for what its own site selected, if nobody
+has, and the block's end for everything. Bits do not change. A CUDA graph that captures the whole block has the
+selections as branches.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+LANES = 2
+"""How many selections may run at a time."""
+
 HELD_BYTES = 1 << 28
 """Scratch that work which may still run beside can hold. More of it, and what comes next waits for the oldest."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Work on the second stream: what it fills, when it is done, whose memory it uses, and how much that is."""
+    """Work on one of the lanes: what it fills, when it is done, whose memory it uses, and how much that is."""
 
+    lane: int  # from 1 on
     fills: Hashable
     done: torch.cuda.Event
     holding: object
@@ -31,10 +36,11 @@ class _Work:
 
 @dataclass
 class _Side:
-    """The second stream of one device, and the work on it that nothing has waited for, the oldest first."""
+    """The lanes of one device, and the work on them that nothing has waited for, the oldest first."""
 
-    stream: torch.cuda.Stream
+    streams: list[torch.cuda.Stream]
     blocks: int = 0  # how many `beside` blocks are open
+    newest: int = 0  # the lane of the newest work
     works: deque[_Work] = field(default_factory=deque)
 
 
@@ -49,7 +55,7 @@ def beside(device: torch.device) -> Iterator[None]:
         return
     device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     if device not in _sides:
-        _sides[device] = _Side(torch.cuda.Stream(device))
+        _sides[device] = _Side([torch.cuda.Stream(device) for _ in range(LANES)])
     side = _sides[device]
     side.blocks += 1
     try:
@@ -60,20 +66,23 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def run_beside(
-    device: torch.device, work: Callable[[bool], None], fills: Hashable, holding: object, size: int
+    device: torch.device, work: Callable[[int], None], fills: Hashable, holding: object, size: int
 ) -> None:
-    """Launch `work` on tensors of `device`, inside a `beside` block on the second stream; it is told whether it is.
+    """Launch `work` on tensors of `device`, inside a `beside` block on one of the lanes; it is told on which, from 1
+    on, and outside of a block 0, for the current stream.
 
     fills: what readers name in `wait_for`. holding owns the `size` bytes of scratch that the work uses.
     """
     side = _sides.get(device)
     if side is None or not side.blocks:
-        work(False)
+        work(0)
         return
-    side.stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side.stream):
-        work(True)
-        side.works.append(_Work(fills, side.stream.record_event(), holding, size))
+    side.newest = lane = side.newest % len(side.streams) + 1
+    stream = side.streams[lane - 1]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        work(lane)
+        side.works.append(_Work(lane, fills, stream.record_event(), holding, size))
 
 
 def make_room(device: torch.device, size: int) -> bool:
@@ -91,22 +100,24 @@ def make_room(device: torch.device, size: int) -> bool:
 
 
 def wait_for(device: torch.device, fills: Hashable) -> bool:
-    """Let the current stream wait for the work that fills this, and so for all before it. Returns whether it waits.
+    """Let the current stream wait for the work that fills this, and for all before it. Returns whether it waits.
 
-    It waits for all but the newest work in any case: those have ended long since where works are as far apart as the
-    layers of a model, and a kernel behind a wait cannot start early. So of many readers few wait.
+    It waits for all but the newest work of each lane in any case: those have ended long since where works are as far
+    apart as the layers of a model, and a kernel behind a wait cannot start early. So of many readers few wait.
     """
     side = _sides.get(device)
     if side is None:
         return False
     found = [at for at, work in enumerate(side.works) if work.fills == fills]
-    return _wait(side, device, max(found[-1] + 1, len(side.works) - 1) if found else 0)
+    return _wait(side, device, max(found[-1] + 1, len(side.works) - len(side.streams)) if found else 0)
 
 
 def _wait(side: _Side, device: torch.device, count: int) -> bool:
     """Wait for the oldest `count` works; the memory held for them is free to be used again."""
-    if count:
-        torch.cuda.current_stream(device).wait_event(side.works[count - 1].done)
-        for _ in range(count):
-            side.works.popleft()
-    return count > 0
+    newest = dict[int, torch.cuda.Event]()
+    for _ in range(count):
+        work = side.works.popleft()
+        newest[work.lane] = work.done
+    for done in newest.values():
+        torch.cuda.current_stream(device).wait_event(done)
+    return bool(newest)

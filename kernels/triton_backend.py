@@ -21,7 +21,8 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from .arguments import Attention, Store
-from .beside import make_room, run_beside, wait_for
+from .arrivals import arrivals
+from .beside import LANES, make_room, run_beside, wait_for
 from .retention import Retention
 from .skinny import starts_early
 from .triton_attention import (
@@ -270,14 +271,16 @@ def _select(
 ) -> None:
     """Fill index, count, mass and C_ref of the store for the rows that captured, beside what follows where it may."""
 
-    def work(apart: bool) -> None:
+    def work(lane: int) -> None:
         # Beside other kernels none starts early: it would take their room on the multiprocessors while it waits.
-        early = starts_early(a.q.device) and not apart
+        early = starts_early(a.q.device) and not lane
         _short(a, store, retention, scratch, row_mode)
         if scratch.long:
-            _cut(a, retention, scratch, row_mode, early)
-            _retain(a, store, retention, scratch, row_mode, early)
+            _cut(a, retention, scratch, arrived[lane], row_mode, early)
+            _retain(a, store, retention, scratch, arrived[lane], row_mode, early)
 
+    # Of every lane, so that a graph that is captured after one call finds them all.
+    arrived = [arrivals(a.q.device, a.rows * a.heads, lane) for lane in range(LANES + 1)]
     run_beside(a.q.device, work, _filled(store), (scratch, a, row_mode), scratch.bytes)
 
 
@@ -310,17 +313,22 @@ def _short(
 
 
 def _cut(
-    a: Attention, retention: Retention, scratch: Scratch, row_mode: Tensor | None = None, early: bool = False
+    a: Attention,
+    retention: Retention,
+    scratch: Scratch,
+    arrived: Tensor,
+    row_mode: Tensor | None = None,
+    early: bool = False,
 ) -> None:
-    """Of long rows, which score each (row, head) retains from, and what each unit retains. early: the kernel may start
-    before the one ahead of it has finished.
+    """Of long rows, which score each (row, head) retains from, and what each unit retains. arrived: `arrivals` of the
+    lane. early: the kernel may start before the one ahead of it has finished.
     """
     tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
     warps = tiles.narrow_warps
     narrow_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.lists, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
-        scratch.cuts, scratch.starts, scratch.places, scratch.selected, scratch.scores.stride(0),
+        scratch.cuts, scratch.starts, scratch.places, arrived, scratch.scores.stride(0),
         retention.numerator, retention.denominator, MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short,
         PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
         SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
@@ -330,9 +338,15 @@ def _cut(
 
 
 def _retain(
-    a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None, early: bool
+    a: Attention,
+    store: Store,
+    retention: Retention,
+    scratch: Scratch,
+    arrived: Tensor,
+    row_mode: Tensor | None,
+    early: bool,
 ) -> None:
-    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known. early: as in `_cut`.
+    """Of long rows, the retained sets, their masses and C_ref, once the cuts are known. The rest as in `_cut`.
 
     Few programs are quick with all scores of a unit in two pieces; many wait less for each other if each is smaller.
     """
@@ -344,7 +358,7 @@ def _retain(
     retain_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.stats, scratch.cuts, scratch.places, *_selected(a, store, row_mode),
         scratch.guess_acc, scratch.guess_stats, scratch.fixes, scratch.weights, scratch.part_acc, scratch.part_l,
-        scratch.selected, scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator,
+        arrived, scratch.scores.stride(0), *_places(a, store), retention.numerator, retention.denominator,
         MIXED=row_mode is not None, SHORT=tiles.short, PIECE=piece, PDL=pdl, **_sums(a, retention, scratch, warps),
         num_warps=warps, **_early(early), **_registers(a, 24 // warps, warps),
     )  # fmt: skip

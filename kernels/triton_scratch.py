@@ -32,7 +32,6 @@ class Scratch:
         self.part_acc = empty(lines, self.units, self.width)
         self.part_m, self.part_l = empty(lines, self.units), empty(lines, self.units)
         self.arrived = arrivals(device, lines)  # one per row and head
-        self.selected = arrivals(device, lines, "selection") if capacity else self.arrived
         if not capacity:
             lines = 0
         self.long = self.keys > tiles.short  # some rows may be

@@ -46,7 +46,7 @@ class Tiles:
     warps: int = 4
     kept_block: int = 128
     kept_stages: int = 2
-    min_kept: int = 512
+    min_kept: int = 256
     max_kept: int = 16
     few_kept: int = 64
     guesses: int = 3

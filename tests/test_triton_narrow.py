@@ -67,8 +67,8 @@ def cut_rows(
         scratch.scores[line, : len(row)] = row
         scratch.stats[line, 0] = row.max()
     triton_backend._short(attention, case.store_view, case.retention, scratch, None)
-    triton_backend._cut(attention, case.retention, scratch)
-    assert not scratch.selected.any(), "counters are zero between launches"
+    triton_backend._cut(attention, case.retention, scratch, scratch.arrived)
+    assert not scratch.arrived.any(), "counters are zero between launches"
     found = []
     for line, row in enumerate(rows):
         unit = unit_of(len(row))

@@ -217,48 +217,54 @@ def test_without_a_second_stream_selections_run_at_once() -> None:
 
 
 def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for what, on a device that only keeps a record."""
+    """What runs on which of two lanes and what waits for what, on a device that only keeps a record."""
     from contextlib import nullcontext
 
     from sparse_compile.kernels import beside as module
 
-    device, waited = torch.device("cuda", 0), list[int]()
+    device, lanes, waited = torch.device("cuda", 0), list[int](), list[str]()
 
     class Stream:
-        events = 0
+        def __init__(self, name: str) -> None:
+            self.name, self.events = name, 0
 
         def wait_stream(self, other: object) -> None: ...
 
-        def record_event(self) -> int:
+        def record_event(self) -> str:
             self.events += 1
-            return self.events
+            return f"{self.name}{self.events}"
 
-        def wait_event(self, event: int) -> None:
+        def wait_event(self, event: str) -> None:
             waited.append(event)
 
-    monkeypatch.setattr(module, "_sides", {device: module._Side(Stream())})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    def work(site: int, size: int) -> None:
+        module.run_beside(device, lanes.append, site, None, size)
+
+    main, quarter = Stream("main"), module.HELD_BYTES // 4
+    monkeypatch.setattr(module, "_sides", {device: module._Side([Stream("a"), Stream("b")])})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     with module.beside(device):
-        for site in range(4):
-            module.run_beside(device, lambda apart: None, site, None, module.HELD_BYTES // 4)
+        for site in range(5):  # a1 b1 a2 b2 a3
+            work(site, quarter // 2)
         module.make_room(device, 0)
         assert waited == []
-        assert module.wait_for(device, 1)  # with all but the newest
-        assert waited == [3]
+        assert module.wait_for(device, 1)  # with all but the newest of each lane
+        assert waited == ["a2", "b1"]
         assert not any(module.wait_for(device, site) for site in (0, 1, 2, 9))
-        assert waited == [3]
-        module.run_beside(device, lambda apart: None, 4, None, module.HELD_BYTES // 4)
-        module.make_room(device, module.HELD_BYTES * 3 // 4)
-        assert waited == [3, 4]
-        assert module.wait_for(device, 4)  # the newest itself
-        assert waited == [3, 4, 5]
-        module.run_beside(device, lambda apart: None, 5, None, 1)
-    assert waited == [3, 4, 5, 6]
-    module.run_beside(
-        device, lambda apart: waited.append(int(apart)), 0, None, 1
-    )  # no block is open: at once
-    assert waited[-1] == 0
+        assert waited == ["a2", "b1"]
+        work(5, 2 * quarter)  # b3
+        module.make_room(device, 2 * quarter)
+        assert waited[2:] == ["b2", "a3"]
+        work(6, 1)  # a4
+        assert module.wait_for(device, 6)  # the newest itself
+        assert waited[4:] == ["b3", "a4"]
+        work(7, 1)  # b4
+    assert waited[6:] == ["b4"]
+    assert lanes == [1, 2, 1, 2, 1, 2, 1, 2]
+    work(0, 1)  # no block is open: at once
+    assert lanes[-1] == 0
+    assert len(waited) == 7
 
     def failing() -> None:
         with module.beside(device):
@@ -267,7 +273,7 @@ def test_work_beside_is_waited_for_where_it_is_read(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(KeyError):
         failing()
-    assert waited[-1] == 7, "an exception leaves nothing behind"
+    assert waited[7:] == ["a5"], "an exception leaves nothing behind"
 
 
 def with_scores(
