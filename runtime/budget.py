@@ -123,6 +123,10 @@ class Budget:
         free = self.gpu_bytes - self.weight_bytes - CONTEXT_BYTES
         return min(int(free * USABLE_SHARE), free - self.activation_bytes(batch) - self.logit_bytes(batch))
 
+    def reserve(self, batch: int) -> int:
+        """Bytes that weights, CUDA and the largest pools leave to activations, logits and the allocator."""
+        return self.gpu_bytes - self.weight_bytes - CONTEXT_BYTES - self.pool_limit(batch)
+
     def fits(self, batch: int, context: int) -> bool:
         return sum(self.pools.needs(batch, context).values()) <= self.pool_limit(batch)
 

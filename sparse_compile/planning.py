@@ -114,6 +114,7 @@ class MemoryPlan:
             "needs": {name.replace(" ", "_").lower(): size for name, size in needs.items()},
             "total": sum(needs.values()),
             "pool_limit": self.budget.pool_limit(self.batch),
+            "reserve": self.budget.reserve(self.batch),
             "fits": self.fits,
             "max_context": self.max_context,
             "max_batch": self.max_batch,

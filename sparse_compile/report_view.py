@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from sparse_compile.report import LayerRow, Report
 
+LEAST_REASON = 28
+"""Characters of a line that reasons need at least, beside the columns of loops."""
+
 STYLES = {"dense": "blue", "capture": "yellow", "consume": "green"}
 
 
 def render(report: Report) -> Group:
     """Tables for the layers and the reads, lines for the rest."""
-    parts: list[Table | Text] = [_title(report), _layer_table(report), _counts(report)]
+    parts: list[Table | Text | _Layers] = [_title(report), _Layers(report), _counts(report)]
     parts.append(Text(f"KV cache: {_bytes(report.kv_bytes_per_token)} per token, all layers and loops"))
     if report.reads:
         parts.append(_read_table(report))
@@ -52,7 +57,31 @@ def _title(report: Report) -> Text:
     return Text(f"{report.model}: {report.loops} loops, {kept}", style="bold")
 
 
-def _layer_table(report: Report) -> Table:
+@dataclass(frozen=True)
+class _Layers:
+    """What became of each layer in each loop: a column for every loop, or where those do not fit, a line for loops that
+    were treated alike.
+    """
+
+    report: Report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        wide = _wide_table(self.report)
+        reasons = wide.columns.pop()
+        fits = Measurement.get(console, options, wide).maximum + LEAST_REASON <= options.max_width
+        wide.columns.append(reasons)
+        yield wide if fits else _narrow_table(self.report)
+
+
+def _alike(report: Report) -> Iterator[list[LayerRow]]:
+    """Runs of layers that were treated alike."""
+    for _, same in groupby(
+        report.layers, key=lambda row: (row.kinds, row.reasons, row.window, row.retention, row.gated)
+    ):
+        yield list(same)
+
+
+def _wide_table(report: Report) -> Table:
     table = Table(header_style="bold", title_justify="left")
     table.add_column("layer", overflow="fold")
     for loop in range(report.loops):
@@ -63,18 +92,45 @@ def _layer_table(report: Report) -> Table:
     if report.gated:
         table.add_column("gated")
     table.add_column("why, by loop", overflow="fold")
-    for _, same in groupby(
-        report.layers, key=lambda row: (row.kinds, row.reasons, row.window, row.retention, row.gated)
-    ):
-        rows = list(same)
+    for rows in _alike(report):
         cells = [Text(kind, style=STYLES.get(kind, "")) for kind in rows[0].kinds]
         cells += [Text("")] * (report.loops - len(cells))
         if by_layer:
-            cells.append(Text(f"{float(rows[0].retention.share):g}" if "consume" in rows[0].kinds else ""))
+            cells.append(Text(_keeps(rows[0])))
         if report.gated:
             cells.append(Text("yes" if rows[0].gated else "no"))
         table.add_row(_layer_name(rows), *cells, _why(rows[0]))
     return table
+
+
+def _narrow_table(report: Report) -> Table:
+    table = Table(header_style="bold", title_justify="left")
+    for name in ("layer", "loops", "attention", "why"):
+        table.add_column(name, overflow="fold")
+    for rows in _alike(report):
+        loops: dict[tuple[str, str], list[int]] = {}
+        for loop, treated in enumerate(zip(rows[0].kinds, rows[0].reasons, strict=True)):
+            loops.setdefault(treated, []).append(loop)
+        heads = [_layer_name(rows)]
+        if report.retention["by_layer"] and _keeps(rows[0]):
+            heads.append(f"keeps {_keeps(rows[0])}")
+        if report.gated:
+            heads.append("gated" if rows[0].gated else "not gated")
+        for head, one in zip_longest(heads, loops.items(), fillvalue=""):
+            (kind, reason), same = one if isinstance(one, tuple) else (("", ""), [])
+            table.add_row(head, _ranges(same), Text(kind, style=STYLES.get(kind, "")), reason)
+        table.add_section()
+    return table
+
+
+def _ranges(numbers: list[int]) -> str:
+    """ "0,2-5" for ascending numbers."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _keeps(row: LayerRow) -> str:
+    return f"{float(row.retention.share):g}" if "consume" in row.kinds else ""
 
 
 def _layer_name(rows: list[LayerRow]) -> str:
@@ -97,7 +153,7 @@ def _why(row: LayerRow) -> str:
         loops.setdefault(reason, []).append(loop)
     if len(loops) == 1:
         return row.reasons[0]
-    return "; ".join(f"{','.join(map(str, same))}: {reason}" for reason, same in loops.items())
+    return "; ".join(f"{_ranges(same)}: {reason}" for reason, same in loops.items())
 
 
 def _counts(report: Report) -> Text:

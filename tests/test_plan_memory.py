@@ -186,6 +186,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     value = json.loads(captured.out)
     assert value["fits"] is False
     assert value["total"] == sum(value["needs"].values())
+    taken = sum(value["needs"][name] for name in ("weights", "cuda_and_kernels"))
+    assert value["gpu_memory"] == taken + value["pool_limit"] + value["reserve"]
+    assert value["reserve"] >= value["needs"]["activations"] + value["needs"]["logits"]
     assert value["changes"][:2] == [
         f"--context {value['max_context']} or less",
         f"--batch {value['max_batch']} or less",

@@ -100,7 +100,7 @@ def test_tables_join_layers_that_are_alike() -> None:
     assert "13 attention calls per token: 5 dense, 4 capture, 4 consume" in text
     assert "rolled into one body" in text
     assert "trace 500 ms" in text
-    assert "0: because of dense; 1: because of capture; 2,3: because of consume" in text_of(
+    assert "0: because of dense; 1: because of capture; 2-3: because of consume" in text_of(
         report_of(fake_program())
     )
 
@@ -194,3 +194,22 @@ def test_bytes_for_people() -> None:
         "3.0 GiB",
         "2.0 TiB",
     ]
+
+
+def test_loops_share_lines_where_columns_do_not_fit() -> None:
+    """Whatever the width, every treatment with its reason; on a narrow terminal no word of them is cut."""
+    report = report_of(fake_program(), (100,))
+    for width, columns in ((160, True), (80, False), (40, False)):
+        out = io.StringIO()
+        Console(file=out, width=width).print(report.render())
+        text = out.getvalue()
+        assert ("loop 0" in text) == columns
+        assert max(map(len, text.splitlines())) <= width
+        if not columns:
+            lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+            kinds = [
+                (line[2], line[3])
+                for line in lines
+                if len(line) > 3 and line[3] in ("dense", "capture", "consume")
+            ]
+            assert kinds[:3] == [("0", "dense"), ("1", "capture"), ("2-3", "consume")]

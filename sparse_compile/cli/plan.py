@@ -121,9 +121,9 @@ def _show(found: MemoryPlan) -> None:
     table.add_section()
     table.add_row("in all", format_bytes(sum(needs.values())))
     table.add_row("GPU", format_bytes(budget.gpu_bytes))
-    table.add_row(
-        "of it for KV pool and reference store, at most", format_bytes(max(0, budget.pool_limit(found.batch)))
-    )
+    reserve, pools = budget.reserve(found.batch), max(0, budget.pool_limit(found.batch))
+    table.add_row("of it for KV pool and reference store, at most", format_bytes(pools))
+    table.add_row("for activations, logits and allocator, at least", format_bytes(reserve))
     console.print(table)
     console.print(f"it fits: {'yes' if found.fits else 'no'}", style="bold")
     end = " (all positions of the model)" if found.max_context == found.positions else ""
