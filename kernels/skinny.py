@@ -18,9 +18,6 @@ faster run as eager code does, which rounds after every operation. A norm is don
 or, of many rows, in one ahead of it (`skinny_choice.ALONG_ROWS`), which rounds the rows where the norm has a weight. In
 these kernels a row's bits depend on that row and the weight alone, not on the other rows or on how many there are.
 
-`following` is the weight of the product that runs next, behind kernels of others, or its gate and up. It has no part
-in the result: the kernel asks for its beginning in the L2 cache, while memory would be idle.
-
 With `fixed` they do so whatever runs: on CUDA always the kernel, with tiles by the weight's shape that nothing was
 measured for, over `MAX_ROWS` rows at a time; on the CPU the definition of each row on its own.
 """
@@ -29,7 +26,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,7 +38,7 @@ from .skinny_parts import Norm, Rotary, check, check_norm, check_rotary, check_u
 MAX_ROWS = 64
 HALF = (torch.bfloat16, torch.float16)
 
-_NORM = "Tensor? norm=None, float? eps=None, bool mean=True, bool fixed=False, Tensor[]? following=None) -> Tensor"
+_NORM = "Tensor? norm=None, float? eps=None, bool mean=True, bool fixed=False) -> Tensor"
 SCHEMAS = {
     "skinny_linear": f"(Tensor x, Tensor weight, Tensor? bias=None, *, {_NORM}",
     "skinny_gated": f"(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? up=None, {_NORM}",
@@ -100,9 +97,8 @@ def linear(
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    return _run(x, weight, bias, norm=_norm_maybe(norm, eps, mean), fixed=fixed, following=following)
+    return _run(x, weight, bias, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def gated(
@@ -115,20 +111,10 @@ def gated(
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
     if up is not None:
         check_up(weight, bias, up)
-    return _run(
-        x,
-        weight,
-        bias,
-        gated=True,
-        norm=_norm_maybe(norm, eps, mean),
-        up=up,
-        fixed=fixed,
-        following=following,
-    )
+    return _run(x, weight, bias, gated=True, norm=_norm_maybe(norm, eps, mean), up=up, fixed=fixed)
 
 
 def add(
@@ -141,11 +127,8 @@ def add(
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    return _run(
-        x, weight, bias, residual, norm=_norm_maybe(norm, eps, mean), fixed=fixed, following=following
-    )
+    return _run(x, weight, bias, residual, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def rotary(
@@ -160,13 +143,10 @@ def rotary(
     eps: float | None = None,
     mean: bool = True,
     fixed: bool = False,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
     check_rotary(x, weight, cos, sin, rotated)
     turned = Rotary(cos, sin, rotated)
-    return _run(
-        x, weight, bias, rotary=turned, norm=_norm_maybe(norm, eps, mean), fixed=fixed, following=following
-    )
+    return _run(x, weight, bias, rotary=turned, norm=_norm_maybe(norm, eps, mean), fixed=fixed)
 
 
 def _norm_maybe(weight: Tensor | None, eps: float | None, mean: bool) -> Norm | None:
@@ -206,17 +186,15 @@ def _run(
     rotary: Rotary | None = None,
     norm: Norm | None = None,
     up: Tensor | None = None,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
     check(x, weight, bias, residual, gated and up is None)
     if norm is not None:
         check_norm(x, norm)
     if fixed:
-        return _fixed(x, weight, bias, residual, gated, rotary, norm, up, following)
+        return _fixed(x, weight, bias, residual, gated, rotary, norm, up)
     if x.device.type != "cuda":
         return define(x, weight, bias, residual, gated, rotary, norm, up)
-    shape = x.shape[:-1]
-    rows = shape.numel()
+    rows = x.shape[:-1].numel()
     if 0 < rows <= MAX_ROWS and not obstacle(x.dtype, weight):
         choice = importlib.import_module(".skinny_choice", __package__)
         # Tiles of rotated heads hold pairs of lines, as gated ones do. The library rotates in kernels of its own.
@@ -226,9 +204,8 @@ def _run(
         if tiles is not None:
             backend = importlib.import_module(".skinny_backend", __package__)
             flat = None if residual is None else residual.reshape(rows, -1)
-            x = x.reshape(rows, -1)
-            made = backend.launch(x, weight, bias, flat, gated, tiles, rotary, norm, up, following)
-            return made.view(*shape, made.shape[1])
+            made = backend.launch(x.reshape(rows, -1), weight, bias, flat, gated, tiles, rotary, norm, up)
+            return made.view(*x.shape[:-1], made.shape[1])
     x = x if norm is None else norm.apart(x)
     return eager(x, weight, bias, residual, gated, rotary, up=up).contiguous()
 
@@ -242,7 +219,6 @@ def _fixed(
     rotary: Rotary | None,
     norm: Norm | None,
     up: Tensor | None,
-    following: Sequence[Tensor] | None,
 ) -> Tensor:
     """Bits per row that do not depend on the number of rows. Raises ValueError where no kernel has them."""
     on_cuda = x.device.type == "cuda"
@@ -260,7 +236,7 @@ def _fixed(
             backend = importlib.import_module(".skinny_backend", __package__)
             choice = importlib.import_module(".skinny_choice", __package__)
             tiles = choice.fixed_tiles(some.shape[0], weight, gated or rotary is not None, norm, up)
-            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn, norm, up, following))
+            made.append(backend.launch(some, weight, bias, more, gated, tiles, turn, norm, up))
         else:  # a copy: how a product is added may follow from where its operand begins
             made.append(define(some.clone(), weight, bias, more, gated, turn, norm, up))
     width = weight.shape[0] // (2 if gated and up is None else 1)

@@ -6,8 +6,6 @@ interpreter, where TRITON_INTERPRET=1 was set before this module was imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from triton import cdiv
@@ -17,9 +15,6 @@ from .skinny import Norm, Rotary
 from .skinny_tuning import Tiles, padded_rows
 from .triton_norms import COLUMNS, SLICES, norm_kernel
 from .triton_skinny import skinny_kernel
-
-ASKED_BYTES = 12 << 20
-"""How much of the weight that is read next a product asks for: about what memory brings while a small kernel runs."""
 
 
 def launch(
@@ -32,10 +27,9 @@ def launch(
     rotary: Rotary | None = None,
     norm: Norm | None = None,
     up: Tensor | None = None,
-    following: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """x [M, K], weight [N, K] or [2 N, K] with the last stride 1 -> [M, N], as `skinny.define` says. up [N, K] with the
-    strides of the weight: the other half of a gated one. following: as in `skinny`.
+    strides of the weight: the other half of a gated one.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     sums = None
@@ -65,24 +59,19 @@ def launch(
         arrived = arrivals(x.device, blocks)
     gain = None if norm is None or norm.weight is None else norm.weight.contiguous()
     pdl = tiles.pdl and on_cuda
-    asked = _asked_bytes(following, blocks * tiles.splits) if tiles.pdl and following else 0
-    others = following if following and asked else [out]
     skinny_kernel[(blocks, tiles.splits)](
         x, weight, bias if bias is not None else out, residual if residual is not None else out,
-        cos, sin, out if gain is None else gain, out if sums is None else sums,
-        others[0], out, part, arrived,
+        cos, sin, out if gain is None else gain, out if sums is None else sums, out, part, arrived,
         rows, columns, depth, x.stride(0), weight.stride(0), _to_up(weight, up, width),
         0 if residual is None else residual.stride(0),
         cos.stride(0), sin.stride(0), out.stride(0), 0 if rotary is None else rotary.width,
         _share(norm, depth), 0.0 if norm is None else norm.eps,
-        others[-1].data_ptr() - others[0].data_ptr(),
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATED=gated,
         HALF=0 if rotary is None else rotary.cos.shape[-1] // 2,
         EVEN=columns % tiles.lines == 0 and depth % tiles.columns == 0,
         NORM=norm is not None, GIVEN=sums is not None, GAIN=gain is not None,
         BM=padded, BN=tiles.lines, BK=tiles.columns, SLICES=tiles.slices, SPLITS=tiles.splits,
-        STAGES=tiles.stages, AHEAD=tiles.ahead, PARTS=len(others), BYTES=asked, THREADS=32 * tiles.warps,
-        PDL=pdl, UPCAST=not on_cuda,
+        STAGES=tiles.stages, AHEAD=tiles.ahead, PDL=pdl, UPCAST=not on_cuda,
         num_warps=tiles.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -99,14 +88,6 @@ def _norm(x: Tensor, norm: Norm, pdl: bool) -> Tensor:
         UPCAST=not on_cuda, num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return made
-
-
-def _asked_bytes(weights: Sequence[Tensor], programs: int) -> int:
-    """How much of each of the weights a program asks for; 0 where they do not lie as that needs."""
-    size = weights[0].nbytes
-    if any(one.nbytes != size or not one.is_contiguous() or one.data_ptr() % 16 for one in weights):
-        return 0
-    return min(size, ASKED_BYTES // len(weights)) // programs // 16 * 16
 
 
 def _share(norm: Norm | None, depth: int) -> float:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .triton_parts import start_early
 from .triton_skinny import RUN, add_slices, add_squares
 
 SLICES = 4
@@ -30,10 +30,7 @@ def norm_kernel(
     """Grid (rows). x [M, K] -> the sums of the squares, out [M] float32; with GAIN out [M, K], rows scaled by
     rsqrt(share * sum + eps) and multiplied by gain [K].
     """
-    if PDL:
-        # In this order: the kernel behind is the product, which before it waits for this one reads its weight alone.
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     m, c = tl.arange(0, _WIDE), tl.arange(0, BK // SLICES)
     k = tl.arange(0, SLICES)[:, None] * RUN + (c // RUN * (SLICES * RUN) + c % RUN)[None, :]

@@ -18,9 +18,7 @@ the squares on the way, and scales its sums when they are done. Partial sums of 
 Of many rows that is too much to do in every program: then the sums of squares come from `triton_norms`.
 
 With PDL the kernel may start before the one ahead of it has finished: it asks for the first columns of its weight in
-the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive. A
-kernel of a compiler lets the one behind it start too late for that, and leaves memory idle meanwhile; so where one lies
-between two products, the first asks for the beginning of the second's weight when its own sums are done.
+the L2 cache, then waits. Those columns may even be written meanwhile, since the L2 cache is where writes arrive.
 
 Mirrors `skinny.linear`, `skinny.gated`, `skinny.add` and `skinny.rotary`.
 """
@@ -35,9 +33,6 @@ RUN = tl.constexpr(64)  # columns; in half precision one line of the cache
 
 PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
 PREFETCH_BYTES = tl.constexpr(64)  # that one request is sure to bring
-PREFETCH_MANY = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }"
-)
 
 
 @triton.jit
@@ -139,21 +134,6 @@ def ask_for_weight(w, tile, k0, N, end, w_n, w_up, BN: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def ask_for_following(
-    following, apart, program, PARTS: tl.constexpr, BYTES: tl.constexpr, THREADS: tl.constexpr
-):
-    """Ask for the beginning of each of PARTS of another weight, `apart` bytes apart, in the L2 cache: each program for
-    BYTES of each. All are multiples of 16.
-    """
-    part = tl.arange(0, THREADS)
-    at = following.to(tl.int64, bitcast=True) + program.to(tl.int64) * BYTES + part.to(tl.int64) * apart
-    tl.inline_asm_elementwise(
-        PREFETCH_MANY, "=r,l,r,r", [at, (part < PARTS).to(tl.int32), tl.full([THREADS], BYTES, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def halves(y, BN: tl.constexpr, BM: tl.constexpr):
     """[2 BN, BM] -> the first and the second BN lines, [BN, BM] each."""
     return tl.split(tl.permute(tl.reshape(y, [2, BN, BM]), (1, 2, 0)))
@@ -236,19 +216,16 @@ def finish(y, rest, tile, N, M, out, o_m, HAS_BIAS: tl.constexpr, ADDS: tl.const
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x, w, bias, residual, cos, sin, gain, sums, following, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m,
-    o_m, TURNED, share, eps, apart,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
+    x, w, bias, residual, cos, sin, gain, sums, out, part, arrived, M, N, K, x_m, w_n, w_up, r_m, c_m, s_m, o_m, TURNED,
+    share, eps, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, HALF: tl.constexpr,
     EVEN: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, GAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BN lines, SPLITS). EVEN: N and K are multiples of BN and BK. N is the width of the result; with
     HALF, half the size of a head of which the first TURNED columns are made, it is the number of pairs of columns.
     NORM: rows are scaled by rsqrt(share * sum of squares + eps), the sums are those of sums [M] if they are GIVEN; with
-    GAIN their elements by gain [K] too. following, apart, PARTS, BYTES and THREADS as in
-    `ask_for_following`; of no BYTES nothing is asked.
+    GAIN their elements by gain [K] too.
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ROWS: tl.constexpr = 2 * BN if GATED or HALF > 0 else BN
@@ -300,8 +277,6 @@ def skinny_kernel(
             acc = multiply_scaled(a, b, g, acc, UPCAST)
         else:
             acc = multiply(a, b, acc, UPCAST)
-    if PDL and BYTES > 0:
-        ask_for_following(following, apart, tile * SPLITS + split, PARTS, BYTES, THREADS)
     y = add_slices(acc, SLICES, ROWS, BM)
     if SQUARES:
         square = tl.max(add_slices(squares, SLICES, 16, BM), 0)  # [BM]

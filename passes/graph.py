@@ -52,12 +52,6 @@ def is_call(node: fx.Node, target: Any) -> bool:
     return node.op == "call_function" and node.target is target
 
 
-def is_ours(node: fx.Node) -> bool:
-    """Whether a node calls one of this project's ops."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "sparse_compile"
-
-
 def is_row_tensor(node: fx.Node) -> bool:
     """Whether the node's first dimension is the symbolic number of rows."""
     value = node.meta.get("val")

@@ -12,15 +12,16 @@ import torch
 from torch import fx
 
 from ..kernels.skinny import starts_early
-from .nodes import LAYOUTS, operation
+from .nodes import operation
 
 log = logging.getLogger(__name__)
 
 ONE_PASS = 4096
 """Numbers of a row that a sum over them reads in one pass: see `one_pass_reductions`."""
 
-# By the first part of their names. What is computed element by element becomes part of the kernels that read it; and
-# what is made of a shape alone reads no memory.
+# By the first part of their names. What is computed element by element, and layouts, become part of the kernels that
+# read them; and what is made of a shape alone reads no memory.
+_LAYOUTS = {"getitem", "unsqueeze", "reshape", "expand", "transpose", "permute", "slice", "cast"}
 _ELEMENTWISE = {"add", "sub", "mul", "div", "where", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_"}
 _MADE_LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _FILLS = {"fill_", "zero_", "setitem"}
@@ -98,7 +99,7 @@ def reads_nothing_maybe(graph: fx.Graph) -> fx.Node | None:
             continue
         if (name in _FILLS and not isinstance(node.args[-1], fx.Node | None)) or name == "zero_":
             return node
-        if not given or name in _MADE_LIKE or (constant == given and name in LAYOUTS | {"cast"}):
+        if not given or name in _MADE_LIKE or (constant == given and name in _LAYOUTS):
             made.add(node)
         elif constant and (constant == given or name not in _ELEMENTWISE):
             return constant[0]

@@ -93,10 +93,6 @@ _METHODS = {
 }
 
 
-LAYOUTS = frozenset({"getitem", "unsqueeze", "squeeze", "reshape", "expand", "transpose", "permute", "slice"})
-"""Operations that read no memory by themselves: what is laid out anew is read where it is used."""
-
-
 def operation(node: fx.Node) -> str:
     """One name for all spellings of an operation; "" for what is no call."""
     if node.op == "call_function":

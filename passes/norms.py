@@ -32,7 +32,7 @@ from torch import fx
 
 from ..kernels.skinny import HALF
 from .columns import operands_maybe
-from .graph import PRODUCTS, erase, is_ours
+from .graph import PRODUCTS, erase
 from .nodes import PLAIN, argument, fake, fake_maybe, number_maybe, operation, same_sizes, scalar_operand
 from .values import is_pure, quiet
 
@@ -204,7 +204,7 @@ def _is_kernel(norm: Norm) -> bool:
     made = norm.rows
     while operation(made) in _VIEWS:
         made = made.args[0]  # type: ignore[assignment]
-    return (made.op == "placeholder" or is_ours(made)) and _only_ours_read(made, norm.inside)
+    return (made.op == "placeholder" or _is_ours(made)) and _only_ours_read(made, norm.inside)
 
 
 def _only_ours_read(node: fx.Node, but: frozenset[fx.Node]) -> bool:
@@ -212,7 +212,7 @@ def _only_ours_read(node: fx.Node, but: frozenset[fx.Node]) -> bool:
     return all(
         _only_ours_read(user, but)
         if operation(user) in _VIEWS
-        else user in but or user.op == "output" or _is_size(user) or is_ours(user)
+        else user in but or user.op == "output" or _is_size(user) or _is_ours(user)
         for user in node.users
     )
 
@@ -220,6 +220,11 @@ def _only_ours_read(node: fx.Node, but: frozenset[fx.Node]) -> bool:
 def _is_size(node: fx.Node) -> bool:
     """Whether a node is a number computed from shapes, or several; a compiler needs no kernel for it."""
     return operation(node).partition(".")[0] in ("size", "sym_size", "numel")
+
+
+def _is_ours(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "sparse_compile"
 
 
 def _take_along(product: fx.Node, norm: Norm) -> None:

@@ -9,8 +9,7 @@
 
 Gate and up may also be two linear layers: silu(linear(%x, %gate)) * linear(%x, %up) is skinny_gated(%x, %gate, up=%up).
 The heads that a product makes are rotated by `skinny_rotary` where `passes/rotary.py` finds that the model does so, and
-rows are normalised by the products that read them where `passes/norms.py` finds that this leaves out a kernel; products
-are told which weight is read next (`passes/following.py`).
+rows are normalised by the products that read them where `passes/norms.py` finds that this leaves out a kernel.
 For graphs that run with `kernels.skinny.MAX_ROWS` rows or fewer; with more, the library's products are the better ones
 and a compiler fuses what surrounds them. Results are rounded once where the operations on the left round one by one.
 What cannot be replaced is left as it is, and `why_not` says why. With `fixed` the ops are asked for bits per row that
@@ -33,7 +32,6 @@ from torch import fx
 
 from ..kernels import skinny
 from .columns import only_reader_maybe, operands_maybe, other_operand_maybe, readers
-from .following import name_following
 from .graph import PRODUCTS, erase, is_row_tensor
 from .nodes import PLAIN, argument, fake, fake_maybe, operation, same_sizes
 from .norms import DEFAULT, Norms, fuse_norms
@@ -102,9 +100,7 @@ def replace_linears(
             paired |= {one for one in pair[:2] if one is not node}
         else:
             counts[_replace(graph, node, fixed)] += 1
-    taken = fuse_norms(graph, norms)
-    name_following(graph)
-    return Replaced(dict(counts), counts.total() + len(paired), taken, tuple(left))
+    return Replaced(dict(counts), counts.total() + len(paired), fuse_norms(graph, norms), tuple(left))
 
 
 def survey(program: Program) -> tuple[int, tuple[tuple[str, str], ...]]:

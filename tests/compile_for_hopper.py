@@ -79,11 +79,8 @@ def referring(shape: Shape) -> Case:
 def product(
     rows: int, width: int, depth: int, *, gated: bool = False, norm: bool = False, weighted: bool = False,
     sums: bool = False, splits: int = 1, dtype: torch.dtype = torch.bfloat16, rotary: Rotary | None = None,
-    following: int = 0,
 ) -> None:  # fmt: skip
-    """norm: done in the product, and in a kernel ahead. sums: with a bias and a residual. following: weights that are
-    read next.
-    """
+    """norm: done in the product, and in a kernel ahead. sums: with a bias and a residual."""
     tiles = default_tiles(Product(rows, width, depth, gated, gain=weighted))
     tiles = replace(tiles, pdl=True, ahead=AHEAD, splits=splits)
     x, weight = (torch.zeros(n, depth, dtype=dtype) for n in (rows, width * (2 if gated else 1)))
@@ -91,8 +88,7 @@ def product(
     bias, residual = (weight[:, 0], x[:, :width]) if sums else (None, None)
     for apart in (False, True) if norm else (False,):
         mine = replace(tiles, apart=apart)
-        behind = [torch.zeros(96, 256, dtype=dtype) for _ in range(following)]
-        skinny_backend.launch(x, weight, bias, residual, gated, mine, rotary, made, following=behind)
+        skinny_backend.launch(x, weight, bias, residual, gated, mine, rotary, made)
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -115,8 +111,7 @@ def calls() -> dict[str, Callable[[], None]]:
         "heads": partial(product, 4, 256, 1024, rotary=turn),
         "many rows": partial(product, 64, 256, 1024, norm=True),
         "the weight of a norm": partial(product, 4, 256, 1024, norm=True, weighted=True),
-        "columns parted": partial(product, 4, 256, 1024, norm=True, splits=2, following=1),
-        "asks for a gate and its up": partial(product, 4, 256, 1024, following=2),
+        "columns parted": partial(product, 4, 256, 1024, norm=True, splits=2),
         "bias and residual, uneven": partial(product, 4, 250, 1000, sums=True, dtype=torch.float16),
     }
     for op in ("dense", "capture", "consume", "mixed"):
@@ -137,8 +132,7 @@ def main() -> None:
     attention = [ptx for name, ptx in assembly if name == "attention_kernel"]
     made = {
         "kernels": len(compiled),
-        "asking": sum(" prefetch.global.L2" in ptx for _, ptx in assembly),
-        "asking for others": sum("bulk.prefetch.L2.global" in ptx for _, ptx in assembly),
+        "asking": sum("prefetch.global.L2" in ptx for _, ptx in assembly),
         "attention": len(attention),
         "copying": sum("cp.async.cg.shared.global" in ptx for ptx in attention),
     }

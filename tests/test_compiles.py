@@ -26,7 +26,6 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert {name: error for name, error in made["failed"].items() if error} == {}
     assert made["kernels"] >= 36
     assert made["asking"] >= 5, "products ask for their weights while they wait"
-    assert made["asking for others"] == 3, "and where they are told for the weight that is read next"
     # What a loop carries decides whether Triton pipelines its loads; it says nothing where it does not.
     assert made["copying"] == made["attention"] >= 10, (
         "keys are copied while those of the step before are in use"

@@ -58,13 +58,12 @@ def kernel(
     rotary: skinny.Rotary | None = None,
     norm: skinny.Norm | None = None,
     up: torch.Tensor | None = None,
-    following: list[torch.Tensor] | None = None,
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     from sparse_compile.kernels.skinny_backend import launch
 
-    more = {"tiles": tiles, "rotary": rotary, "norm": norm, "up": up, "following": following}
-    return launch(**given, gated=kind == "gated", **more)  # type: ignore[arg-type]
+    gated = kind == "gated"
+    return launch(**given, gated=gated, tiles=tiles, rotary=rotary, norm=norm, up=up)  # type: ignore[arg-type]
 
 
 def assert_as_good_as_eager(
@@ -215,21 +214,6 @@ def test_other_sizes_change_no_bits(kind: str, dtype: torch.dtype) -> None:
     assert not torch.equal(kernel(kind, replace(base, splits=3), **given), want), "an order can be seen"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_the_weight_that_is_read_next_has_no_part_in_it(kind: str, splits: int) -> None:
-    """However it lies: one, two in any order, one of the first bytes alone, and some that cannot be asked for."""
-    given = operands(kind, 3, 70, 200, torch.bfloat16)
-    tiles = replace(SMALL, splits=splits, pdl=True)
-    want = kernel(kind, tiles, **given)
-    pool = torch.full((6, 40, 64), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-    for following in (
-        [], [pool[1]], [pool[1], pool[4]], [pool[4], pool[1]], [pool[5]], [pool[0, :1]], [pool[:, 1]],
-        [pool.flatten()[3:643].view(10, 64)], [pool[0], pool[1, :3]],
-    ):  # fmt: skip
-        assert torch.equal(kernel(kind, tiles, following=following, **given), want)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("shape", [(6144, 2048), (2048, 5632), (2048, 2048), (5632, 2048)])
@@ -244,11 +228,8 @@ def test_layers_of_a_1_4b_model(kind: str, shape: tuple[int, int], rows: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("ahead", [0, AHEAD, 2048])
-@pytest.mark.parametrize("asks", [False, True])
-def test_an_early_start_waits_for_what_it_reads(ahead: int, splits: int, asks: bool) -> None:
-    """A chain of products in a CUDA graph, each of which reads the result and scratch memory of the one before. asks:
-    for the weight of the one behind.
-    """
+def test_an_early_start_waits_for_what_it_reads(ahead: int, splits: int) -> None:
+    """A chain of products in a CUDA graph, each of which reads the result and scratch memory of the one before."""
     late = Tiles(columns=256, splits=splits)
     early = replace(late, pdl=True, ahead=ahead)
     weights = [operands("linear", 1, 2048, 2048, torch.bfloat16, seed=seed)["weight"] for seed in range(8)]
@@ -256,9 +237,8 @@ def test_an_early_start_waits_for_what_it_reads(ahead: int, splits: int, asks: b
 
     def chain(tiles: Tiles) -> torch.Tensor:
         x = start
-        for at, weight in enumerate(weights * 8):
-            behind = [weights[(at + 1) % 8]] if asks else None
-            x = kernel("linear", tiles, x=x, weight=weight, bias=None, residual=None, following=behind)
+        for weight in weights * 8:
+            x = kernel("linear", tiles, x=x, weight=weight, bias=None, residual=None)
         assert x is not None
         return x
 
