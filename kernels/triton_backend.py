@@ -326,11 +326,12 @@ def _cut(
     tiles, pdl = scratch.tiles, starts_early(a.q.device)
     unit, units = tiles.units(scratch.keys)
     warps = tiles.narrow_warps
+    piece = min(tiles.narrow_piece, next_power_of_2(unit))
     narrow_kernel[(a.heads, units, a.rows)](
         scratch.scores, scratch.lists, scratch.stats, a.row_length, row_mode if row_mode is not None else a.row_length,
         scratch.cuts, scratch.starts, scratch.places, arrived, scratch.scores.stride(0),
         retention.numerator, retention.denominator, MIXED=row_mode is not None, HEADS=a.heads, SHORT=tiles.short,
-        PIECE=min(tiles.narrow_piece, next_power_of_2(unit)), WIDE=tiles.listed, STEP=tiles.listed_step,
+        PIECE=piece, COLUMNS=min(4 * 32 * warps, piece), WIDE=tiles.listed, STEP=tiles.listed_step,
         SLOTS=scratch.units, MIN_UNIT=tiles.min_unit, MAX_UNITS=tiles.max_units, BLOCK=tiles.block,
         **_always(retention, scratch), ASSEMBLY=a.q.device.type == "cuda", PDL=pdl,
         num_warps=warps, **_early(early), **_registers(a, 32 // warps, warps),

@@ -109,6 +109,14 @@ def score_step(deviation, quantile, total):
 
 
 @triton.jit
+def logarithm(count):
+    """log2 of a count, 0.5 where it is 0, in units of 2 ** -23 and with an offset: the bits of a float are nearly its
+    logarithm. Guesses need no more, and every turn of a search waits for one.
+    """
+    return tl.maximum(count.to(tl.float32), 0.5).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def between(low, over, high, under):
     """The score between two where the logarithm of the count, off by `over` and `under` at them, would be right."""
     left = unsortable(low)
@@ -128,10 +136,10 @@ def search(
     interpolate between the logarithms of the two counts, where the end that stays twice in a row loses half its weight
     (the Illinois rule). Every eighth turn halves the integers in between, so that it always ends.
     """
-    target = tl.log2(keep.to(tl.float32))
-    # How far the counts of both ends are from `keep`, in units of log2(count).
-    over = tl.maximum(tl.log2(reached.to(tl.float32)) - target, 1e-3)
-    under = tl.log2(tl.maximum(beyond.to(tl.float32), 0.5)) - target
+    target = logarithm(keep)
+    # How far the counts of both ends are from `keep`.
+    over = tl.maximum(logarithm(reached) - target, 1).to(tl.float32)
+    under = (logarithm(beyond) - target).to(tl.float32)
     if (reached < length) & (high <= top):
         guess = between(low, over, high, under)
     side = tl.full((), 0, tl.int32)
@@ -141,11 +149,11 @@ def search(
         if (turn % 8 != 7) & (guess > float("-inf")) & (guess < float("inf")):
             middle = tl.minimum(tl.maximum(sortable(guess), low + 1), high - 1)
         found = base + count_from(key, middle, lists, unit, length, skip, have, longest, WIDE, STEP, SLOTS)
-        value = tl.log2(tl.maximum(found.to(tl.float32), 0.5)) - target
+        value = (logarithm(found) - target).to(tl.float32)
         if found >= keep:
             low = middle
             reached = found
-            over = tl.maximum(value, 1e-3)
+            over = tl.maximum(value, 1.0)
             under = tl.where(side == 1, under * 0.5, under)
             side = tl.full((), 1, tl.int32)
         else:

@@ -101,27 +101,46 @@ def bracket_row(
 
 
 @triton.jit
+def load_piece(scores_row, left, PIECE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The PIECE scores from here on, as rows [COLUMNS]; zeros if none is `left`."""
+    offset = tl.arange(0, COLUMNS)
+    rows = ()
+    for i in tl.static_range(PIECE // COLUMNS):
+        rows += (tl.load(scores_row + i * COLUMNS + offset, mask=offset * 0 < left, other=0.0),)
+    return rows
+
+
+@triton.jit
 def list_bracket(
-    scores_row, list_row, s, start, end, length, low, high,
-    PIECE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    scores_row, list_row, rows, start, end, length, low, high,
+    PIECE: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Write a unit's scores inside [low, high) where its list begins, at `start`: (how many are above, how many
-    inside). s [PIECE] are the unit's first scores. Keys that are kept whatever their scores count as above.
+    inside). rows: the unit's first scores, of `load_piece`. Keys that are kept whatever their scores count as above.
+
+    A list has no order. So it has a piece's scores column by column, and one scan over the columns tells their places.
     """
-    offset = tl.arange(0, PIECE)
+    offset = tl.arange(0, COLUMNS)
     above = tl.full((), 0, tl.int32)
     listed = tl.full((), 0, tl.int32)
     for n0 in range(start, end, PIECE):
-        ahead = tl.load(scores_row + n0 + PIECE + offset, mask=offset * 0 < end - n0 - PIECE, other=0.0)
-        key = tl.where(n0 + offset < end, sortable(s), LOWEST)
-        key = with_kept(key, n0 + offset, length, end, FIRST, LAST)
-        inside = (key >= low) & (key < high)
-        place = start + listed + tl.cumsum(inside.to(tl.int32), 0) - 1
-        scatter(list_row + place, s, inside, ASSEMBLY)
-        both = tl.sum(inside.to(tl.int32) + tl.where(key >= high, ABOVE, 0), 0)
+        marks = tl.zeros([COLUMNS], tl.int32)
+        wanted = ()
+        for i in tl.static_range(PIECE // COLUMNS):
+            first = n0 + i * COLUMNS
+            key = tl.where(offset < end - first, sortable(rows[i]), LOWEST)
+            key = with_kept(key, first + offset, length, end, FIRST, LAST)
+            inside = (key >= low) & (key < high)
+            marks += inside.to(tl.int32) + tl.where(key >= high, ABOVE, 0)
+            wanted += (inside,)
+        place = start + listed - 1 + ((tl.cumsum(marks, 0) - marks) & (ABOVE - 1))
+        for i in tl.static_range(PIECE // COLUMNS):
+            place += wanted[i].to(tl.int32)
+            scatter(list_row + place, rows[i], wanted[i], ASSEMBLY)
+        rows = load_piece(scores_row + n0 + PIECE, end - n0 - PIECE, PIECE, COLUMNS)
+        both = tl.sum(marks, 0)
         listed += both & (ABOVE - 1)
         above += both >> 16
-        s = ahead
     return above, listed
 
 
@@ -192,41 +211,45 @@ def place_units(
 @triton.jit(do_not_specialize=["numerator", "denominator"])
 def narrow_kernel(
     scores, lists, stats, row_length, row_mode, cuts, starts, places, arrived, scores_s, numerator, denominator,
-    MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, PIECE: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    MIXED: tl.constexpr, HEADS: tl.constexpr, SHORT: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, MIN_UNIT: tl.constexpr, MAX_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, units, rows). scores [T * H, scores_s], cuts [T * H, 2] (low and high) and starts [T * H, 2], of
     which the search makes its first guess -> cuts (cut and ties), places [T * H, SLOTS, PLACE] of the rows of more than
     SHORT keys.
 
-    A unit is read PIECE scores at a time. Of each list WIDE scores stay in registers, what is beyond is read STEP at a
-    time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every launch.
+    A unit is read PIECE scores at a time, in rows of COLUMNS. Of each list WIDE scores stay in registers, the rest is
+    read STEP at a time. lists [T * H, scores_s] is scratch; arrived int32 [T * H] is zero before and after every
+    launch.
     """
-    start_early(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(row_length + row)
     wanted = (tl.load(row_mode + row) == 2) if MIXED else (length >= 0)
     unit = tl.multiple_of(unit_size(length, MIN_UNIT, MAX_UNITS, BLOCK), BLOCK)
     start = part * unit
-    if wanted & (length > SHORT) & (start < length):
-        at = row * HEADS + head
-        own, listed, place = scores + at * scores_s, lists + at * scores_s, places + at * SLOTS * PLACE
-        top = sortable(tl.load(stats + at * 2))
+    wanted = wanted & (length > SHORT) & (start < length)
+    at = row * HEADS + head
+    own, listed, place = scores + at * scores_s, lists + at * scores_s, places + at * SLOTS * PLACE
+    # The kernel ahead starts once attention is complete: what that left is asked for before the wait.
+    rows = load_piece(own + start, wanted.to(tl.int32), PIECE, COLUMNS)
+    top = sortable(tl.load(stats + at * 2))
+    start_early(PDL)
+    if wanted:
         low, high = tl.load(cuts + at * 2), tl.load(cuts + at * 2 + 1)
         guess, step = tl.load(starts + at * 2), tl.load(starts + at * 2 + 1)
-        s = tl.load(own + start + tl.arange(0, PIECE))
-        keep = retained_count(length, numerator, denominator, FIRST, LAST)
         end = tl.minimum(start + unit, length)
         above, inside = list_bracket(
-            own, listed, s, start, end, length, low, high, PIECE, FIRST, LAST, ASSEMBLY
+            own, listed, rows, start, end, length, low, high, PIECE, COLUMNS, FIRST, LAST, ASSEMBLY
         )
         tl.store(place + part * PLACE, above)
         tl.store(place + part * PLACE + 1, inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + at, 1, sem="acq_rel", scope="gpu") == tl.cdiv(length, unit) - 1:
+        keys = end - start  # programs add up their keys: how many programs there are would take a division
+        if tl.atomic_add(arrived + at, keys, sem="acq_rel", scope="gpu") == length - keys:
             tl.store(arrived + at, 0)
             tl.debug_barrier()
+            keep = retained_count(length, numerator, denominator, FIRST, LAST)
             place_units(
                 own, listed, cuts + at * 2, place, low, high, guess, step, top, length, keep, unit, WIDE, STEP, SLOTS,
                 FIRST, LAST,

@@ -53,8 +53,8 @@ class Tiles:
     short: int = 8192
     small_scores: int = 2048
     thread_scores: int = 32
-    sample: int = 512
-    narrow_warps: int = 8
+    sample: int = 1024
+    narrow_warps: int = 4
     narrow_piece: int = 2048
     listed: int = 256
     listed_step: int = 64
