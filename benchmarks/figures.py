@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def run(name: str, into: Path) -> int:
         log.write(f"{shlex.join(words)}\n")
         log.flush()
         try:
-            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+            with _interruptible():
+                process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
         except OSError as error:
             log.write(f"{words[0]} cannot be run: {error}\n")
             return 127
@@ -98,6 +100,20 @@ def run(name: str, into: Path) -> int:
                 process.kill()
                 process.wait()
             return 124
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """What is started within it hears Ctrl-C, even where this process does not, as one in the background of a shell."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

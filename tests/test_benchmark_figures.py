@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
             "bad": figures.Part("PYTHON -c 'raise SystemExit(3)'", 60),
             "missing": figures.Part("no-such-program-here PYTHON", 60),
-            "slow": figures.Part(f'PYTHON -c "{wait}" OUT', 2, "kept.json"),
+            "slow": figures.Part(f'PYTHON -c "{wait}" OUT', 4, "kept.json"),
         },
     )
 
@@ -79,10 +80,17 @@ def test_a_file_is_no_folder_for_results(
     assert "flat is a file; name a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ignored", [False, True])
 def test_a_part_that_takes_too_long_keeps_what_it_has(
-    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], ignored: bool
 ) -> None:
-    assert figures.main(["slow", "--into", str(tmp_path)]) == 1
+    """ignored: the command itself is not to hear Ctrl-C, as in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        assert figures.main(["slow", "--into", str(tmp_path)]) == 1
+        assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == ignored
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "took too long" in capsys.readouterr().out
     assert (tmp_path / "kept.json").read_text() == "kept"
 
