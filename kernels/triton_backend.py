@@ -297,7 +297,9 @@ def _settle(a: Attention, store: Store) -> bool:
 def _short(
     a: Attention, store: Store, retention: Retention, scratch: Scratch, row_mode: Tensor | None
 ) -> None:
-    """The whole selection of rows that one program holds in registers, and where to search in longer ones."""
+    """The whole selection of rows that one program holds in registers, and where to search in longer ones. Launched
+    behind the whole of attention: `narrow_kernel` reads what that left before it waits.
+    """
     tiles = scratch.tiles
     most = min(tiles.short, next_power_of_2(max(4 * tiles.block, scratch.keys)))
     warps = max(4, min(16, most // (32 * tiles.thread_scores)))
