@@ -116,16 +116,21 @@ class Budget:
             "logits": self.logit_bytes(batch),
         }
 
+    @property
+    def _free_bytes(self) -> int:
+        """What the model and CUDA leave; below 0 where they do not fit."""
+        return self.gpu_bytes - self.weight_bytes - CONTEXT_BYTES
+
     def pool_limit(self, batch: int) -> int:
         """Bytes that pool and store may take: the share of the free memory that the engine takes at most, and never
         what activations and logits need.
         """
-        free = self.gpu_bytes - self.weight_bytes - CONTEXT_BYTES
+        free = self._free_bytes
         return min(int(free * USABLE_SHARE), free - self.activation_bytes(batch) - self.logit_bytes(batch))
 
     def reserve(self, batch: int) -> int:
         """Bytes that weights, CUDA and the largest pools leave to activations, logits and the allocator."""
-        return self.gpu_bytes - self.weight_bytes - CONTEXT_BYTES - self.pool_limit(batch)
+        return self._free_bytes - self.pool_limit(batch)
 
     def fits(self, batch: int, context: int) -> bool:
         return sum(self.pools.needs(batch, context).values()) <= self.pool_limit(batch)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group
 from rich.measure import Measurement
@@ -15,6 +15,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from sparse_compile.report import LayerRow, Report
+
+Treatment = TypeVar("Treatment", str, tuple[str, str])
 
 LEAST_REASON = 28
 """Characters of a line that reasons need at least, beside the columns of loops."""
@@ -108,19 +110,28 @@ def _narrow_table(report: Report) -> Table:
     for name in ("layer", "loops", "attention", "why"):
         table.add_column(name, overflow="fold")
     for rows in _alike(report):
-        loops: dict[tuple[str, str], list[int]] = {}
-        for loop, treated in enumerate(zip(rows[0].kinds, rows[0].reasons, strict=True)):
-            loops.setdefault(treated, []).append(loop)
+        loops = _loops_by(zip(rows[0].kinds, rows[0].reasons, strict=True))
+        lines = [
+            (_ranges(same), Text(kind, style=STYLES.get(kind, "")), reason)
+            for (kind, reason), same in loops.items()
+        ]
         heads = [_layer_name(rows)]
         if report.retention["by_layer"] and _keeps(rows[0]):
             heads.append(f"keeps {_keeps(rows[0])}")
         if report.gated:
             heads.append("gated" if rows[0].gated else "not gated")
-        for head, one in zip_longest(heads, loops.items(), fillvalue=""):
-            (kind, reason), same = one if isinstance(one, tuple) else (("", ""), [])
-            table.add_row(head, _ranges(same), Text(kind, style=STYLES.get(kind, "")), reason)
+        for head, line in zip_longest(heads, lines):
+            table.add_row(head, *(line or ()))
         table.add_section()
     return table
+
+
+def _loops_by(treatments: Iterable[Treatment]) -> dict[Treatment, list[int]]:
+    """The loops of each treatment, which are given loop by loop."""
+    loops: dict[Treatment, list[int]] = {}
+    for loop, treatment in enumerate(treatments):
+        loops.setdefault(treatment, []).append(loop)
+    return loops
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -148,9 +159,7 @@ def _layer_name(rows: list[LayerRow]) -> str:
 
 def _why(row: LayerRow) -> str:
     """Every reason once, after the loops that it holds for; alone where it holds for all of them."""
-    loops: dict[str, list[int]] = {}
-    for loop, reason in enumerate(row.reasons):
-        loops.setdefault(reason, []).append(loop)
+    loops = _loops_by(row.reasons)
     if len(loops) == 1:
         return row.reasons[0]
     return "; ".join(f"{_ranges(same)}: {reason}" for reason, same in loops.items())
